@@ -1,0 +1,79 @@
+// What the CPU ops need from the matrix kernels, and the table through which the instruction set is chosen.
+//
+// One object of KernelTable per instruction-set level (portable, avx2, avx512), each in a file compiled with that
+// level's flags; nothing else in the library may be compiled with them. Ops split a matrix by rows among the workers
+// and by segments, so a kernel sees one base pointer and one stride, and never reads past row_end's last byte.
+//
+// Numerics (identical at every level and row count, bit for bit): activations of quantised types are int8 in blocks
+// of 32 (ActBlocks), d = amax / 127 in float32, rounded to nearest even. A dot product is the sum over 32-blocks b of
+//   fma(float(I_b), ws_b * d_b, .)  and, for types with a minimum,  fma(wm_b, d_b * sum_b, .)
+// into lane b mod 8 of eight float lanes (the minimum's fma follows the block's own in the same lane), I_b being an
+// exact integer with sub-block scales folded in; the lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
+// Float types and precision "exact": element k goes to lane k mod 16 by fma, lanes added by the tree in sum16().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace apu::cpu {
+
+// Quantised activations of T rows: for row t, q + t * k_padded int8, d and s + t * blocks float32.
+struct ActBlocks {
+  int8_t *q;         // (T, blocks * 32) values in [-127, 127], zero beyond K
+  float *d;          // (T, blocks) scale
+  float *s;          // (T, blocks) d * sum(q)
+  int32_t *sum16;    // (T, blocks, 2) integer sums of each half-block
+  uint32_t blocks;   // ceil(K / 32), rounded up to a multiple of 8; padding blocks have d = 0
+};
+
+struct Matrix { // rows [0, n) of one segment
+  const uint8_t *data;
+  size_t row_stride; // bytes
+  uint32_t dtype;
+  uint32_t k;
+};
+
+struct KernelTable {
+  const char *name;
+  // Quantises rows x (T, k), row stride x_stride floats, into a (already sized for T rows).
+  void (*quantize)(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a);
+  // y[t * y_stride + n - begin] = dot(w row n, activations row t) for n in [begin, end), t in [0, rows).
+  // work: scratch of work_bytes(k) for this worker.
+  void (*matmul)(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
+                 size_t y_stride, void *work);
+  // The same with float activations x (T, k); for F32, F16, BF16 always, for quantised types when exact is asked.
+  void (*matmul_float)(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
+                       float *y, size_t y_stride, void *work);
+  size_t (*work_bytes)(uint32_t k);
+  // out (k) = the row as float32.
+  void (*dequantize_row)(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
+
+  // Row helpers of the other ops.
+  float (*dot)(const float *a, const float *b, uint32_t n);
+  float (*dot_f16)(const float *a, const uint16_t *b, uint32_t n);
+  void (*axpy)(float scale, const float *x, float *y, uint32_t n);          // y += scale * x
+  void (*axpy_f16)(float scale, const uint16_t *x, float *y, uint32_t n);   // y += scale * x
+  void (*scale)(float scale, float *y, uint32_t n);
+  void (*f32_to_f16)(const float *in, uint16_t *out, uint32_t n);           // round to nearest even
+  void (*rms_norm)(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n);
+  void (*silu_mul)(const float *gate, const float *up, float *out, uint32_t n);
+  void (*gelu_tanh_mul)(const float *gate, const float *up, float *out, uint32_t n);
+  void (*gelu_erf_mul)(const float *gate, const float *up, float *out, uint32_t n);
+  float (*max)(const float *x, uint32_t n);
+  float (*exp_sum)(float *x, float max, uint32_t n); // x = exp(x - max) in place; returns the sum
+};
+
+// Bytes of a row of k elements; 0 when the dtype is unknown or k does not fit its block.
+size_t row_bytes(uint32_t dtype, uint64_t k);
+bool is_quantized(uint32_t dtype);
+bool has_matmul(uint32_t dtype);
+
+// Null when the processor or the build lacks the level (APU_ISA_*).
+const KernelTable *kernel_table(uint32_t isa);
+uint32_t best_isa();
+
+const KernelTable *portable_table();
+const KernelTable *avx2_table();   // null on builds for other architectures
+const KernelTable *avx512_table();
+
+} // namespace apu::cpu

@@ -1,0 +1,353 @@
+/* The contract between Python and the native library, and all that the two share.
+ *
+ * Plain C, 64-bit little-endian hosts. Every struct is fixed-size; apu_engine/_native checks sizes and offsets at
+ * import, and its cdef is generated from this file. Functions return a status; apu_last_error() tells the calling
+ * thread what failed, which tensor or op, what was expected and what was found.
+ * Shape letters: T rows of a step, O output rows, D model, H heads, K kv heads (or the inner dimension of a matrix),
+ * d head size, F feed-forward, V vocabulary, N rows of a matrix. Shapes are row-major, outermost first.
+ */
+#ifndef APU_H
+#define APU_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define APU_ABI_VERSION 1
+#define APU_NONE (-1)             /* no tensor, no state */
+#define APU_NO_PAGE 0xffffffffu   /* a page-table entry whose page was freed (behind a sliding window) */
+
+#ifndef APU_API
+#define APU_API __attribute__((visibility("default")))
+#endif
+
+/* ---- status -------------------------------------------------------------------------------------------------- */
+
+typedef int32_t apu_status;
+enum {
+  APU_OK = 0,
+  APU_E_INVALID = 1,     /* an argument, a shape, a dtype or an index is wrong */
+  APU_E_MEMORY = 2,      /* an allocation failed */
+  APU_E_UNSUPPORTED = 3, /* valid, but this device or build cannot do it */
+  APU_E_DEVICE = 4,      /* the device or its runtime failed */
+  APU_E_MAPPING = 5,     /* a mapped file was truncated or could not be read while in use */
+  APU_E_CANCELLED = 6,   /* apu_plan_cancel stopped the submission */
+  APU_E_TIMEOUT = 7
+};
+
+APU_API uint32_t apu_abi_version(void);
+APU_API const char *apu_last_error(void); /* of the calling thread; "" when none */
+/* "name size offset offset ...\n" for every struct below, in order: the layout that the import check compares. */
+APU_API const char *apu_abi_layout(void);
+
+/* ---- devices ------------------------------------------------------------------------------------------------- */
+
+typedef struct apu_device apu_device;
+
+enum { APU_ISA_AUTO = 0, APU_ISA_PORTABLE = 1, APU_ISA_AVX2 = 2, APU_ISA_AVX512 = 3 };
+
+typedef struct apu_device_options {
+  uint32_t threads; /* cpu: workers; 0 = physical cores allowed by affinity and cgroup */
+  uint32_t isa;     /* cpu: APU_ISA_*; a level the processor lacks is APU_E_UNSUPPORTED */
+  uint32_t pin;     /* cpu: 1 pins each worker to one core */
+  uint32_t spin_us; /* cpu: how long a waiting worker spins before it sleeps; 0 = default */
+} apu_device_options;
+
+typedef struct apu_device_props {
+  char kind[16];           /* "cpu", "hip", "cuda" */
+  char name[128];
+  char arch[64];           /* "avx512", "gfx1151", "sm_90" */
+  uint32_t integrated;     /* 1: the device's memory is the host's */
+  uint32_t threads;        /* cpu: workers */
+  uint32_t isa;            /* cpu: the level in use */
+  uint32_t wave_size;
+  uint64_t memory_bytes;   /* what the device can address as its own */
+  uint64_t driver_version;
+} apu_device_props;
+
+APU_API apu_status apu_device_open(const char *kind, int32_t index, const apu_device_options *options,
+                                   apu_device **out);
+APU_API apu_status apu_device_get_props(apu_device *device, apu_device_props *out);
+APU_API void apu_device_close(apu_device *device); /* after its plans and regions */
+
+/* ---- memory -------------------------------------------------------------------------------------------------- */
+
+typedef struct apu_region apu_region;
+
+enum { APU_MEMORY_AUTO = 0, APU_MEMORY_REGISTERED = 1, APU_MEMORY_DIRECT = 2, APU_MEMORY_STAGED = 3 };
+
+typedef struct apu_chunk { /* host bytes [host, host + bytes) are at `device` on the device */
+  uint64_t host;
+  uint64_t device;
+  uint64_t bytes;
+} apu_chunk;
+
+/* Makes a host range readable by the device, in place where it can. The range must outlive the region. */
+APU_API apu_status apu_memory_register(apu_device *device, const void *host, uint64_t bytes, uint32_t strategy,
+                                       apu_region **out);
+/* Device memory, zeroed, committed when first touched where the system allows it. */
+APU_API apu_status apu_memory_alloc(apu_device *device, uint64_t bytes, apu_region **out);
+/* Chunks in host order, adjoining in host addresses; count in: capacity, out: number. */
+APU_API apu_status apu_region_chunks(apu_region *region, apu_chunk *out, uint32_t *count);
+APU_API apu_status apu_memory_copy(apu_device *device, uint64_t to, uint64_t from, uint64_t bytes, uint32_t to_host,
+                                   uint32_t from_host);
+APU_API void apu_region_free(apu_region *region);
+
+/* A file that shrinks while mapped raises SIGBUS. A guarded range gets a zero page at the fault instead, and every
+ * later submit or wait fails with APU_E_MAPPING naming `path`. Handlers that were there before are called for faults
+ * elsewhere. */
+APU_API apu_status apu_mapping_guard(const void *address, uint64_t bytes, const char *path);
+APU_API apu_status apu_mapping_release(const void *address);
+APU_API const char *apu_mapping_fault(void); /* path of the first faulted mapping still guarded, or NULL */
+
+/* ---- tensors ------------------------------------------------------------------------------------------------- */
+
+/* dtypes are GGUF's numbers: 0 F32, 1 F16, 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 10 Q2_K .. 14 Q6_K, 26 I32, 30 BF16. */
+enum {
+  APU_F32 = 0,
+  APU_F16 = 1,
+  APU_Q4_0 = 2,
+  APU_Q4_1 = 3,
+  APU_Q5_0 = 6,
+  APU_Q5_1 = 7,
+  APU_Q8_0 = 8,
+  APU_Q2_K = 10,
+  APU_Q3_K = 11,
+  APU_Q4_K = 12,
+  APU_Q5_K = 13,
+  APU_Q6_K = 14,
+  APU_I32 = 26,
+  APU_BF16 = 30
+};
+
+typedef struct apu_segment { /* rows [row_begin, row_begin + row_count) of a plane; a row is the last dimension */
+  uint64_t address;          /* device address; any byte alignment */
+  uint64_t row_begin;
+  uint64_t row_count;
+  uint64_t row_stride;       /* bytes */
+  uint64_t padding;          /* bytes that may be read past the last row */
+} apu_segment;
+
+enum { APU_PLANE_DATA = 0, APU_PLANE_SCALE = 1, APU_PLANE_GLOBAL_SCALE = 2 };
+
+typedef struct apu_plane {
+  uint32_t kind;
+  uint32_t dtype;
+  uint32_t segment_begin; /* into apu_plan_desc.segments; segments adjoin and cover all rows */
+  uint32_t segment_count;
+} apu_plane;
+
+enum { APU_TENSOR_WEIGHT = 0, APU_TENSOR_SCRATCH = 1, APU_TENSOR_BOUNDARY = 2 };
+enum { APU_ROWS_FIXED = 0, APU_ROWS_STEP = 1, APU_ROWS_OUTPUT = 2 }; /* what shape[0] of a scratch tensor counts */
+
+typedef struct apu_tensor {
+  uint32_t kind;
+  uint32_t dtype;       /* logical: of the data plane for weights, F32 for scratch */
+  uint32_t rows;        /* APU_ROWS_*; shape[0] is then the maximum */
+  uint32_t ndim;        /* 1 to 4 */
+  uint64_t shape[4];
+  uint32_t plane_begin; /* weights */
+  uint32_t plane_count;
+  uint64_t offset;      /* scratch: byte offset in the arena, a multiple of 64 */
+  uint64_t name;        /* offset in apu_plan_desc.names */
+} apu_tensor;
+
+/* ---- states: what a sequence carries between steps ------------------------------------------------------------- */
+
+enum { APU_STATE_PAGED = 0, APU_STATE_FIXED = 1 };
+
+typedef struct apu_state {
+  uint32_t kind;
+  uint32_t dtype;
+  int32_t layer;
+  uint32_t group;         /* states of one group share page tables or slots: a page id is valid in all of them */
+  uint32_t rows_per_page; /* paged: a page is (heads, rows_per_page, head_size) and spans 128 tokens */
+  uint32_t window;        /* tokens a query may look back, itself included; 0 = all */
+  uint32_t heads;
+  uint32_t head_size;
+  uint64_t address;       /* of page or slot 0, device */
+  uint64_t page_bytes;    /* stride between pages, or between versions of fixed slots */
+  uint32_t page_count;    /* pages or slots */
+  uint32_t versions;      /* fixed: versions per slot */
+  uint64_t name;
+} apu_state;
+
+/* ---- ops ------------------------------------------------------------------------------------------------------- */
+
+enum {
+  /* out0 (T,D) = f0 * table[token]; w0 table (V,D). */
+  APU_OP_EMBED = 1,
+  /* out0 = rms(in0; f0 = eps) * w0, plus in1 when present; in0, in1, out0 (T,D). */
+  APU_OP_RMS_NORM = 2,
+  /* in0 (T,K) -> up to four matrices that share it. w0 norm weight (K) or none, with f0 = eps; w1..w4 matrices (N,K),
+   * w5..w8 their biases (N) or none; out0..out3 (T,N). in1: residual added to out0, may be out0 itself.
+   * i0: APU_ACT_* of a gated pair: w1 gate, w2 up, out0 = act(gate) * up, no other matrix. i1: APU_PRECISION_*.
+   * f1: soft cap of out0, 0 for none. */
+  APU_OP_MATMUL = 3,
+  /* Per-head norm and rotary embedding of q in place (in0 = out0, (T,H,d)) and k (in1 (T,K,d)), then k and v (in2) go
+   * to the pages of state0 and state1. w0, w1 q and k norm weights (d) or none, f0 = eps; w2 frequency factors
+   * (i0 / 2) or none. i0 rotary dims, i1 APU_ROPE_*, i2 original context of YaRN; f1 base, f2 frequency scale,
+   * f3 YaRN extrapolation mix (0: none), f4 magnitude, f5 beta_fast, f6 beta_slow. */
+  APU_OP_ROPE_STORE = 4,
+  /* out0 (T,H*d) = softmax(f0 * q k^T) v over the row's sequence up to its position. in0 q (T,H,d), state0 k, state1 v.
+   * f1 soft cap of the scores, 0 for none; w0 sinks (H) or none. The window is the state's. */
+  APU_OP_ATTENTION = 5,
+  /* out0 (O,D) = rms(in0[row of each output]; f0 = eps) * w0; copied to apu_output.hidden where asked. */
+  APU_OP_GATHER_NORM = 6,
+  /* in0 logits (O,V): fills the result of every apu_output. */
+  APU_OP_SAMPLE = 7
+};
+
+enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };
+enum { APU_PRECISION_DEFAULT = 0, APU_PRECISION_EXACT = 1 }; /* activations: quantised per weight type, or float */
+enum { APU_ROPE_PAIRS = 0, APU_ROPE_HALVES = 1 };            /* rotate (2i, 2i+1), or (i, i + dims/2) */
+
+typedef struct apu_op {
+  uint32_t kind;
+  int32_t layer;    /* -1 outside the layers */
+  int32_t in[4];    /* tensor ids or APU_NONE */
+  int32_t out[4];
+  int32_t w[10];
+  int32_t state[4];
+  int32_t i[8];
+  float f[8];
+} apu_op;
+
+/* ---- plans ----------------------------------------------------------------------------------------------------- */
+
+typedef struct apu_plan apu_plan;
+
+typedef struct apu_plan_desc {
+  const apu_tensor *tensors;
+  const apu_plane *planes;
+  const apu_segment *segments;
+  const apu_state *states;
+  const apu_op *ops;
+  const char *names;      /* NUL-terminated strings, addressed by offset */
+  uint64_t names_bytes;
+  uint32_t tensor_count;
+  uint32_t plane_count;
+  uint32_t segment_count;
+  uint32_t state_count;
+  uint32_t op_count;
+  uint32_t group_count;   /* page-table groups */
+  uint64_t arena_bytes;   /* scratch that tensors' offsets lie in */
+  uint32_t max_rows;      /* T */
+  uint32_t max_sequences;
+  uint32_t max_outputs;   /* O */
+  uint32_t vocabulary;    /* V */
+  uint32_t max_positions; /* positions are below this */
+  uint32_t reserved;
+} apu_plan_desc;
+
+APU_API apu_status apu_plan_create(apu_device *device, const apu_plan_desc *desc, apu_plan **out);
+/* Bytes of the arena plus the kernels' own workspace. */
+APU_API uint64_t apu_plan_scratch_bytes(apu_plan *plan);
+APU_API void apu_plan_destroy(apu_plan *plan); /* cancels and waits first */
+
+/* ---- steps ----------------------------------------------------------------------------------------------------- */
+
+typedef struct apu_row {
+  int32_t token;         /* or -1: the token sampled for output `previous` of the step before */
+  int32_t previous;
+  uint32_t position;
+  uint32_t sequence;     /* index into apu_step.sequences */
+} apu_row;
+
+typedef struct apu_sequence { /* its rows lie together, positions ascending by one */
+  uint32_t row_begin;
+  uint32_t row_count;
+} apu_sequence;
+
+typedef struct apu_slot { /* one per (sequence, group) */
+  uint32_t page_begin;    /* paged: into apu_step.pages; entry p holds tokens [128 p, 128 p + 128) */
+  uint32_t page_count;
+  uint32_t read_slot;     /* fixed */
+  uint32_t write_slot;
+} apu_slot;
+
+enum { APU_OUT_SAMPLE = 1, APU_OUT_TOP = 2, APU_OUT_LOGITS = 4, APU_OUT_HIDDEN = 8 };
+
+typedef struct apu_output {
+  uint32_t row;
+  uint32_t want;           /* APU_OUT_* */
+  float temperature;       /* 0: the most probable token */
+  uint32_t top_k;          /* 0: all */
+  float top_p;             /* 1: all */
+  float min_p;             /* 0: all */
+  float repeat_penalty;    /* 1: none; divides positive and multiplies negative logits of tokens in `history` */
+  float frequency_penalty; /* times the token's count */
+  float presence_penalty;
+  uint32_t top_n;          /* APU_OUT_TOP: how many log-probabilities */
+  uint64_t seed;           /* random numbers are a function of (seed, position, draw) */
+  uint32_t draw;
+  uint32_t history_count;
+  uint32_t bias_count;
+  uint32_t reserved;
+  const int32_t *history_ids;    /* (history_count) distinct tokens */
+  const int32_t *history_counts; /* (history_count) */
+  const int32_t *bias_ids;       /* (bias_count) */
+  const float *bias_values;      /* (bias_count) added to the logits */
+  const uint32_t *mask;          /* (ceil(V / 32)) a set bit allows the token; or NULL */
+  /* results; log-probabilities are of the plain softmax, before penalties, bias, mask and temperature */
+  int32_t *token;                /* (1) */
+  float *logprob;                /* (1) of the sampled token, or NULL */
+  int32_t *top_ids;              /* (top_n) descending */
+  float *top_logprobs;           /* (top_n) */
+  float *logits;                 /* (V) */
+  float *hidden;                 /* (D) */
+} apu_output;
+
+typedef struct apu_step {
+  const apu_row *rows;           /* (row_count) */
+  const apu_sequence *sequences; /* (sequence_count) */
+  const apu_slot *slots;         /* (sequence_count, group_count) */
+  const uint32_t *pages;         /* (page_count) */
+  const apu_output *outputs;     /* (output_count) */
+  uint32_t row_count;
+  uint32_t sequence_count;
+  uint32_t page_count;
+  uint32_t output_count;
+} apu_step;
+
+/* Runs ops [first, last) on one step. Everything in `step` is checked and copied before it returns; result pointers
+ * and masks must live until the event is waited for. Submissions of a plan run in order. A later slice of the same
+ * step is submitted with the same `step`; `previous` refers to the last submission that ran APU_OP_SAMPLE. */
+typedef struct apu_event apu_event;
+APU_API apu_status apu_plan_submit(apu_plan *plan, const apu_step *step, uint32_t first, uint32_t last,
+                                   apu_event **out);
+/* Waits, returns the submission's status and frees the event; APU_E_TIMEOUT keeps it. timeout_us < 0: for ever. */
+APU_API apu_status apu_event_wait(apu_event *event, int64_t timeout_us);
+/* Submissions that have not ended stop at the next op and end with APU_E_CANCELLED. Any thread. */
+APU_API apu_status apu_plan_cancel(apu_plan *plan);
+/* Copies a scratch tensor's current rows to the host: tests compare backends op by op with it. */
+APU_API apu_status apu_plan_read(apu_plan *plan, uint32_t tensor, void *out, uint64_t bytes);
+/* Nanoseconds spent per op over the last submission, (op_count), when profiling is on. */
+APU_API apu_status apu_plan_profile(apu_plan *plan, uint32_t enable, uint64_t *nanoseconds);
+
+/* Paged and fixed states between submissions. export and import move one page (or slot) of every state of the group,
+ * in state order, `bytes` in all. */
+APU_API apu_status apu_state_copy(apu_plan *plan, uint32_t group, uint32_t from, uint32_t to);
+APU_API apu_status apu_state_reset(apu_plan *plan, uint32_t group, uint32_t page);
+APU_API apu_status apu_state_export(apu_plan *plan, uint32_t group, uint32_t page, void *out, uint64_t bytes);
+APU_API apu_status apu_state_import(apu_plan *plan, uint32_t group, uint32_t page, const void *in, uint64_t bytes);
+
+/* ---- kernels alone, for tests and benchmarks --------------------------------------------------------------------- */
+
+/* y (T,N) = x (T,K) w(N,K)^T on the device's pool; w is one segment of `dtype`, `precision` APU_PRECISION_*. */
+APU_API apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precision, const void *w,
+                                     uint64_t row_stride, const float *x, float *y, uint32_t rows, uint32_t n,
+                                     uint32_t k);
+/* out (rows, k) f32 from rows of `dtype`. */
+APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *out, uint64_t rows, uint64_t k);
+/* Plain reads of a range by all workers; GB/s of the best of `repeats` passes. */
+APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
+                                   double *gb_per_s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* APU_H */
