@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Fresh machine -> .venv with the engine, its native library and its dependencies.
+# Needs Python 3.10+, a C++20 compiler (g++ 11+ or clang 14+) and access to a Python package index; nothing else.
+# cmake and ninja come as Python packages into the build environment. Run again after any change: it does what is left.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'EOF'
+Usage: ./build.sh [--test [PYTEST ARGS]] [--cpu-only] [--targets LIST] [--clean]
+  (none)          make .venv, build libapu.so, install apu_engine into .venv in editable form
+  --test          also install the test extra, fetch the small test models and run all checks and tests;
+                  what follows --test is handed to pytest
+  --cpu-only      never build GPU code objects
+  --targets LIST  GPU targets for code objects, comma separated (gfx1151,gfx1150,...); reserved: this version
+                  has the CPU backend only, and says so
+  --clean         remove .venv and build/ first
+Environment: PYTHON (interpreter to use), CXX (C++ compiler to use)
+EOF
+}
+
+die() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
+say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+[ -t 1 ] || say() { printf '==> %s\n' "$*"; }
+
+test=0 cpu_only=0 targets="" clean=0 pytest_args=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --test) test=1; shift; pytest_args=("$@"); break ;;
+    --cpu-only) cpu_only=1 ;;
+    --targets) [ $# -ge 2 ] || die "--targets needs a list, for example gfx1151,gfx1150"; targets=$2; shift ;;
+    --targets=*) targets=${1#*=} ;;
+    --clean) clean=1 ;;
+    -h|--help) usage; exit 0 ;;
+    *) usage >&2; die "unknown option $1" ;;
+  esac
+  shift
+done
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
+    command -v "$candidate" >/dev/null 2>&1 || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      echo "$candidate"; return 0
+    fi
+  done
+  return 1
+}
+
+find_compiler() { # prints a compiler that accepts C++20, or fails
+  local candidate
+  for candidate in ${CXX:+"$CXX"} g++ clang++ c++ g++-14 g++-13 g++-12 g++-11 clang++-19 clang++-18 clang++-17; do
+    command -v "$candidate" >/dev/null 2>&1 || continue
+    if printf '#include <bit>\n#include <atomic>\nint main(){return std::popcount(0u);}\n' |
+       "$candidate" -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
+      echo "$candidate"; return 0
+    fi
+  done
+  return 1
+}
+
+python=$(find_python) || die "Python 3.10 or newer is missing. Debian/Ubuntu: apt install python3 python3-venv; Fedora: dnf install python3; Arch: pacman -S python"
+cxx=$(find_compiler) || die "a C++20 compiler (g++ 11+ or clang 14+) is missing. Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Arch: pacman -S gcc"
+export CXX=$cxx
+
+[ $clean = 0 ] || rm -rf .venv build
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  say "making .venv with $("$python" --version)"
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    die "Python's venv module is missing. Debian/Ubuntu: apt install python3-venv; Fedora: dnf install python3; Arch: pacman -S python"
+  "$python" -m venv .venv || die "could not make .venv in $PWD (is the folder writable, is the disk full?)"
+fi
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+
+if [ -n "$targets" ] && [ $cpu_only = 0 ]; then
+  say "GPU code objects ($targets): not part of this version; building the CPU backend"
+fi
+
+# A stamp per extra holds the compiler and a digest of all that the installation is made from.
+sources() { find native CMakeLists.txt pyproject.toml apu_engine/_native -type f ! -name '*.pyc' ! -name _cdef.py ! -name '*.so'; }
+state="$cxx $(sources | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-32)"
+install_extra() { # EXTRA SPEC
+  local stamp=.venv/apu-stamp-$1
+  [ "$(cat "$stamp" 2>/dev/null)" != "$state" ] || return 0
+  say "building with $cxx and installing apu_engine ($2)"
+  rm -f .venv/apu-stamp-*
+  pip install -e "$2" || die "installation failed; the lines above say why"
+  .venv/bin/python -c 'import apu_engine._native' || die "the native library does not load; try ./build.sh --clean"
+  echo "$state" >"$stamp"
+  [ "$1" = base ] || echo "$state" >.venv/apu-stamp-base
+  say "ready: .venv/bin/apu-engine --help, or ./rocm_start_server.sh"
+}
+if [ $test = 1 ]; then install_extra test '.[test]'; else install_extra base .; fi
+
+[ $test = 1 ] || exit 0
+say "small test models"
+.venv/bin/python scripts/fetch_model.py smollm2-135m-instruct gemma3-270m
+say "ruff, clang-format, mypy"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+git ls-files 'native/*.h' 'native/*.cpp' 2>/dev/null | xargs -r .venv/bin/clang-format --dry-run --Werror
+.venv/bin/mypy apu_engine
+say "tests"
+exec .venv/bin/python -m pytest "${pytest_args[@]}"

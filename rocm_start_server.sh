@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Builds if needed, then hands over to apu_engine.launcher: preflight, start, wait until ready, stop, status.
+# rocm_start_server.sh [MODEL] [serve flags] | stop | status | restart | --help
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+"$here/build.sh" --cpu-only >&2 # does nothing when all is built
+exec "$here/.venv/bin/python" -m apu_engine.launcher "$@"
