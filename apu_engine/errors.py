@@ -1,8 +1,8 @@
 """Every error a caller of apu_engine may want to tell apart.
 
-Each message is complete in itself: it names the file, field, tensor or option, says what was expected and what was
-found, and what to do. So a server, a command line or a notebook can print `str(error)` and nothing else. The fields
-that a program may branch on are attributes.
+Each message is complete in itself: it names the file, field, tensor or option, says what was expected and
+what was found, and what to do. So a server, a command line or a notebook can print `str(error)` and nothing
+else. The fields that a program may branch on are attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class ApuError(Exception):
 class FormatError(ApuError):
     """A model file is malformed or truncated, or one of its fields holds an impossible value.
 
-    `file` is the path, `field` the header field, metadata key or tensor ("" when the file as a whole is meant).
+    `file` is the path, `field` the header field, metadata key or tensor ("" when the file as a whole is
+    meant).
     """
 
     def __init__(self, file: str | PathLike[str], field: str, problem: str) -> None:

@@ -1,3 +1,3 @@
-"""Host memory: read-only file mappings, readahead and locking, what is available, and what /proc says is used."""
+"""Host memory: read-only file mappings, readahead and locks, what is available, and what /proc shows."""
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Model files: strict header readers that turn a file into named tensor references, without touching the weights."""
+"""Model files: strict header readers turn a file into named tensor references; the weights stay untouched."""
 
 from __future__ import annotations

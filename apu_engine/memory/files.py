@@ -1,0 +1,59 @@
+"""Opening a file that is about to be mapped: regular, readable, and never one whose opening blocks.
+
+`stat` comes before `open`, because opening a device can have side effects; O_NONBLOCK and the second check
+on the descriptor cover a path that is exchanged in between (a FIFO without a writer would block for ever).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from apu_engine.errors import MappingError
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO (named pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+def open_regular(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+    """Open `path` read-only and close-on-exec; return (descriptor, fstat). The caller closes the descriptor.
+
+    Raises MappingError when the path is missing, unreadable or not a regular file.
+    """
+    try:
+        _require_regular(path, Path(path).stat())
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise MappingError(path, _explain(path, error)) from None
+    except ValueError as error:  # a NUL byte in the path
+        raise MappingError(path, f"is no usable path: {error}") from None
+    try:
+        info = os.fstat(fd)
+        _require_regular(path, info)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, info
+
+
+def _require_regular(path: str | os.PathLike[str], info: os.stat_result) -> None:
+    if stat.S_ISREG(info.st_mode):
+        return
+    kind = next((name for test, name in _KINDS if test(info.st_mode)), "not a regular file")
+    raise MappingError(path, f"is {kind}; a model is a regular file")
+
+
+def _explain(path: str | os.PathLike[str], error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        if Path(path).is_symlink():
+            return f"is a link to {Path(path).readlink()}, which does not exist; download the file again"
+        return "does not exist; check the path"
+    if isinstance(error, PermissionError):
+        return f"may not be read by user {os.geteuid()}; check the permissions of the file and of its folders"
+    return f"cannot be opened: {error.strerror}"
