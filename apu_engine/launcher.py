@@ -1,8 +1,9 @@
 """What `rocm_start_server.sh` does once everything is built: start, stop, status, restart.
 
-A started server runs in its own session with its output in a log file. One PID file per port names the process
-and the moment it was created, so that a recycled PID is never signalled; stopping is SIGTERM, a deadline, then
-SIGKILL of that one process. Nothing is killed by name. Messages go to stderr, the ready lines to stdout.
+A started server runs in its own session with its output in a log file. One PID file per port names the
+process and the moment it was created, so that a recycled PID is never signalled; stopping is SIGTERM, a
+deadline, then SIGKILL of that one process. Nothing is killed by name. Messages go to stderr, the ready lines
+to stdout.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ def _model_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
             return arg.partition("=")[2], rest
     from .config import EngineConfig
 
-    return EngineConfig.from_environment().model or None, rest
+    return EngineConfig.resolve().model or None, rest
 
 
 def _option(args: list[str], name: str) -> str | None:
@@ -281,7 +282,7 @@ def _option(args: list[str], name: str) -> str | None:
 def _port(args: list[str]) -> int:
     from .config import EngineConfig
 
-    text = _option(args, "--port") or str(EngineConfig.from_environment().port)
+    text = _option(args, "--port") or str(EngineConfig.resolve().port)
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ApuError(f"--port {text}: expected a number from 1 to 65535")
     return int(text)

