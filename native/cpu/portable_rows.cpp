@@ -1,0 +1,100 @@
+// Row helpers of norms, attention and activations, at the portable level.
+// Sums run in 16 lanes with separate multiply and add, a form that compilers turn into vectors on any architecture;
+// only matrix products promise the same bits at every level. GELU and SiLU divide by 1 + exp(.) instead of using
+// tanh or erf, which would cancel for negative arguments.
+#include "portable.h"
+
+#include <cmath>
+#include <limits>
+
+#include "half.h"
+
+namespace apu::cpu::portable {
+
+namespace {
+
+constexpr uint32_t kLanes = 16;
+
+float sum_lanes(const float *lane) {
+  float s[8];
+  for (uint32_t i = 0; i < 8; ++i) s[i] = lane[i] + lane[i + 8];
+  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+
+// Sums term(i) for i in [0, n).
+template <class Term> float sum_terms(uint32_t n, Term term) {
+  float lane[kLanes] = {};
+  uint32_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (uint32_t j = 0; j < kLanes; ++j) lane[j] += term(i + j);
+  for (uint32_t j = 0; i + j < n; ++j) lane[j] += term(i + j);
+  return sum_lanes(lane);
+}
+
+} // namespace
+
+float dot(const float *a, const float *b, uint32_t n) {
+  return sum_terms(n, [=](uint32_t i) { return a[i] * b[i]; });
+}
+
+float dot_f16(const float *a, const uint16_t *b, uint32_t n) {
+  return sum_terms(n, [=](uint32_t i) { return a[i] * f16_to_f32(b[i]); });
+}
+
+void axpy(float scale, const float *x, float *y, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) y[i] += scale * x[i];
+}
+
+void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) y[i] += scale * f16_to_f32(x[i]);
+}
+
+void scale(float scale, float *y, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) y[i] *= scale;
+}
+
+void f32_to_f16(const float *in, uint16_t *out, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) out[i] = apu::cpu::f32_to_f16(in[i]);
+}
+
+void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n) {
+  const float square = sum_terms(n, [=](uint32_t i) { return x[i] * x[i]; });
+  const float inverse = 1.0f / std::sqrt(square / static_cast<float>(n) + eps);
+  for (uint32_t i = 0; i < n; ++i) {
+    float v = x[i] * inverse;
+    if (weight) v *= weight[i];
+    if (residual) v += residual[i];
+    out[i] = v;
+  }
+}
+
+void silu_mul(const float *gate, const float *up, float *out, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+}
+
+void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n) {
+  constexpr float kTwoRootTwoOverPi = 1.5957691216057308f;
+  for (uint32_t i = 0; i < n; ++i) {
+    const float x = gate[i];
+    const float u = kTwoRootTwoOverPi * x * (1.0f + 0.044715f * x * x); // 0.5 (1 + tanh(u / 2)) = 1 / (1 + exp(-u))
+    out[i] = x / (1.0f + std::exp(-u)) * up[i];
+  }
+}
+
+void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
+  constexpr float kRootHalf = 0.70710678118654752f;
+  for (uint32_t i = 0; i < n; ++i) out[i] = 0.5f * gate[i] * std::erfc(-kRootHalf * gate[i]) * up[i];
+}
+
+float max(const float *x, uint32_t n) {
+  float m = -std::numeric_limits<float>::infinity();
+  for (uint32_t i = 0; i < n; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+}
+
+float exp_sum(float *x, float max, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) x[i] = std::exp(x[i] - max);
+  return sum_terms(n, [=](uint32_t i) { return x[i]; });
+}
+
+} // namespace apu::cpu::portable
