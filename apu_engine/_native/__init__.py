@@ -1,0 +1,229 @@
+"""The native library as Python sees it: `ffi`, `lib`, status checks, devices, memory regions and mapping guards.
+
+Importing opens libapu.so and compares its ABI with the declarations generated from native/include/apu.h. Nothing here
+knows about models. Handles are closed explicitly; closing twice is harmless. Calls release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from apu_engine._native.library import open_library
+from apu_engine.errors import ApuError, ConfigError, MappingError
+
+ffi: Any
+lib: Any
+ffi, lib, LIBRARY_PATH = open_library()
+
+NONE: int = lib.APU_NONE
+NO_PAGE: int = lib.APU_NO_PAGE
+PAGE_TOKENS = 128
+
+ISA = {
+    "auto": lib.APU_ISA_AUTO,
+    "portable": lib.APU_ISA_PORTABLE,
+    "avx2": lib.APU_ISA_AVX2,
+    "avx512": lib.APU_ISA_AVX512,
+}
+STRATEGIES = {
+    "auto": lib.APU_MEMORY_AUTO,
+    "registered": lib.APU_MEMORY_REGISTERED,
+    "direct": lib.APU_MEMORY_DIRECT,
+    "staged": lib.APU_MEMORY_STAGED,
+}
+
+
+class NativeError(ApuError):
+    """A native call failed; `status` is its APU_E_* code. The message is the library's own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InvalidError(NativeError):
+    """An argument, shape, dtype or index is wrong: a bug in the caller or a lying model file."""
+
+
+class OutOfMemoryError(NativeError):
+    """An allocation failed."""
+
+
+class UnsupportedError(NativeError):
+    """Valid, but this device or build cannot do it."""
+
+
+class DeviceError(NativeError):
+    """The device or its runtime failed."""
+
+
+class CancelledError(NativeError):
+    """Plan.cancel() stopped the submission."""
+
+
+class WaitTimeout(NativeError):
+    """The submission is still running; its event stays valid."""
+
+
+_OK: int = lib.APU_OK
+_E_MAPPING: int = lib.APU_E_MAPPING
+_ERRORS: dict[int, type[NativeError]] = {
+    lib.APU_E_INVALID: InvalidError,
+    lib.APU_E_MEMORY: OutOfMemoryError,
+    lib.APU_E_UNSUPPORTED: UnsupportedError,
+    lib.APU_E_DEVICE: DeviceError,
+    lib.APU_E_CANCELLED: CancelledError,
+    lib.APU_E_TIMEOUT: WaitTimeout,
+}
+
+
+def check(status: int) -> None:
+    """Returns when `status` is APU_OK; else raises the NativeError subclass (or MappingError) it stands for."""
+    if status == _OK:
+        return
+    message = ffi.string(lib.apu_last_error()).decode(errors="replace") or f"native call failed with status {status}"
+    if status == _E_MAPPING:
+        path = faulted() or ""
+        raise MappingError(path, message.removeprefix(path).lstrip(": "))
+    raise _ERRORS.get(status, NativeError)(status, message)
+
+
+def guard(address: int, nbytes: int, path: str) -> None:
+    """A page fault in [address, address + nbytes) becomes MappingError naming `path`, instead of SIGBUS."""
+    check(lib.apu_mapping_guard(ffi.cast("void *", address), nbytes, path.encode()))
+
+
+def unguard(address: int) -> None:
+    """Ends the guard that began at `address`; call it before unmapping."""
+    check(lib.apu_mapping_release(ffi.cast("void *", address)))
+
+
+def faulted() -> str | None:
+    """Path of the first guarded mapping that was found truncated or unreadable, None when all are well."""
+    path = lib.apu_mapping_fault()
+    return None if path == ffi.NULL else ffi.string(path).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProps:
+    """What apu_device_get_props reports; `memory_bytes` is what the device can address as its own."""
+
+    kind: str
+    name: str
+    arch: str
+    integrated: bool
+    threads: int
+    isa: str
+    wave_size: int
+    memory_bytes: int
+    driver_version: int
+
+
+class Device:
+    """A compute device. Close it after its plans and regions.
+
+    `threads` 0 means the physical cores that affinity and cgroup allow; `spin_us` 0 the library's default.
+    """
+
+    def __init__(
+        self,
+        kind: str = "cpu",
+        index: int = 0,
+        *,
+        threads: int = 0,
+        isa: str = "auto",
+        pin: bool = False,
+        spin_us: int = 0,
+    ) -> None:
+        self.handle: Any = None
+        if isa not in ISA:
+            raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
+        options = ffi.new("apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us})
+        out = ffi.new("apu_device **")
+        check(lib.apu_device_open(kind.encode(), index, options, out))
+        self.handle = out[0]
+        props = ffi.new("apu_device_props *")
+        check(lib.apu_device_get_props(self.handle, props))
+        self.props = DeviceProps(
+            kind=ffi.string(props.kind).decode(),
+            name=ffi.string(props.name).decode(errors="replace"),
+            arch=ffi.string(props.arch).decode(),
+            integrated=bool(props.integrated),
+            threads=props.threads,
+            isa=next((name for name, level in ISA.items() if level == props.isa), str(props.isa)),
+            wave_size=props.wave_size,
+            memory_bytes=props.memory_bytes,
+            driver_version=props.driver_version,
+        )
+
+    @classmethod
+    def open(cls, kind: str = "cpu", index: int = 0, **options: Any) -> Device:
+        """Device(kind, index, ...). Raises UnsupportedError for a kind or instruction set that is not there."""
+        return cls(kind, index, **options)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            lib.apu_device_close(self.handle)
+            self.handle = None
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Host bytes [host, host + nbytes) are at `device` on the device."""
+
+    host: int
+    device: int
+    nbytes: int
+
+
+class Region:
+    """Memory that a device can read: a registered host range, or an allocation of the device's own."""
+
+    def __init__(self, handle: Any, nbytes: int) -> None:
+        self._handle = handle
+        self.nbytes = nbytes
+
+    @classmethod
+    def register(cls, device: Device, address: int, nbytes: int, strategy: str = "auto") -> Region:
+        """Makes host memory readable in place where the device can. The range must outlive the region."""
+        out = ffi.new("apu_region **")
+        host = ffi.cast("void *", address)
+        check(lib.apu_memory_register(device.handle, host, nbytes, STRATEGIES[strategy], out))
+        return cls(out[0], nbytes)
+
+    @classmethod
+    def alloc(cls, device: Device, nbytes: int) -> Region:
+        """Zeroed device memory, committed when first touched where the system allows it."""
+        out = ffi.new("apu_region **")
+        check(lib.apu_memory_alloc(device.handle, nbytes, out))
+        return cls(out[0], nbytes)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The region's parts, in host order."""
+        capacity = 64
+        while True:
+            count = ffi.new("uint32_t *", capacity)
+            chunks = ffi.new("apu_chunk[]", capacity)
+            status = lib.apu_region_chunks(self._handle, chunks, count)
+            if count[0] <= capacity:
+                check(status)
+                return tuple(Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0]))
+            capacity = count[0]
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte."""
+        return self.chunks()[0].device
+
+    def free(self) -> None:
+        if self._handle is not None:
+            lib.apu_region_free(self._handle)
+            self._handle = None
