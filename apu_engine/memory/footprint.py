@@ -1,0 +1,316 @@
+"""What a process really holds, from /proc/PID/smaps_rollup and smaps: the proof that weights exist once.
+
+Weights in the page cache show up as clean pages of a read-only shared file mapping; Rss counts a page in
+every process, Pss divides it among the processes that map it. A copy shows up as anonymous or shared-memory
+pages. Everything here is in bytes. Nothing is counted by the engine itself: only what the kernel says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from apu_engine.errors import ApuError
+from apu_engine.memory.budget import human_bytes
+
+_HEAD = re.compile(
+    r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<perms>[rwxsp-]{4}) "
+    r"[0-9a-f]+ \S+ (?P<inode>\d+) *(?P<path>.*)"
+)
+_DELETED = " (deleted)"
+_WEIGHT_SUFFIXES = (".gguf", ".safetensors")
+GROWTH_SHARE = 0.05  # of the weights, and
+GROWTH_FLOOR = 8 << 20  # at least this: what anonymous memory may grow by beyond KV and scratch
+RESIDENT_SHARE = 0.9  # of the weights must be resident file pages after a forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class FileMapping:
+    """All mappings of one file in one process, summed. `permissions` holds each kind met, such as "r--s"."""
+
+    path: str
+    permissions: tuple[str, ...]
+    mapped: int
+    rss: int
+    pss: int
+    shared_clean: int
+    shared_dirty: int
+    private_clean: int
+    private_dirty: int
+    anonymous: int
+    locked: int
+
+    @property
+    def dirty(self) -> int:
+        return self.shared_dirty + self.private_dirty
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One address range that holds anonymous or shared-memory pages."""
+
+    start: int
+    end: int
+    name: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.start:#x}-{self.end:#x} {self.name or 'anonymous'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of one process. `anonymous` counts swapped pages too; `shmem` is its share of shared memory."""
+
+    pid: int
+    rss: int
+    pss: int
+    anonymous: int
+    shmem: int
+    locked: int
+    files: tuple[FileMapping, ...]
+    regions: tuple[Region, ...] = field(repr=False)
+
+    @property
+    def copies(self) -> int:
+        """Bytes in which a copy of a file could hide: anonymous and shared memory."""
+        return self.anonymous + self.shmem
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON; without the address ranges."""
+        return {key: value for key, value in asdict(self).items() if key != "regions"}
+
+    def table(self) -> str:
+        """For people: one line per file, then the totals."""
+        rows: list[tuple[str, ...]] = [("mapped", "resident", "Pss", "private", "dirty", "copied", "file")]
+        for item in self.files:
+            sizes = (item.mapped, item.rss, item.pss, item.private_clean, item.dirty, item.anonymous)
+            rows.append(
+                (*map(human_bytes, sizes), f"{item.path} ({', '.join(item.permissions) or 'not mapped'})")
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = [
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[6]])
+            for row in rows
+        ]
+        lines.append(
+            f"process {self.pid}: anonymous {human_bytes(self.anonymous)}, "
+            f"shared memory {human_bytes(self.shmem)}, locked {human_bytes(self.locked)}, "
+            f"resident {human_bytes(self.rss)}, Pss {human_bytes(self.pss)}"
+        )
+        return "\n".join(lines)
+
+
+def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | None = None) -> Footprint:
+    """Measure process `pid` (default: this one). `files` picks the mapped files to report, None all of them.
+
+    A picked file that is not mapped is reported with zeros. Raises ApuError when /proc cannot be read.
+    """
+    number = os.getpid() if pid is None else pid
+    totals = _fields(_read(number, "smaps_rollup").splitlines()[1:])
+    sums: dict[str, dict[str, int]] = {}
+    permissions: dict[str, set[str]] = {}
+    picked = None if files is None else _identities(files)
+    regions: list[Region] = []
+    for head, sizes in _vmas(_read(number, "smaps")):
+        name = head["path"]
+        shared_memory = name.startswith(("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV"))
+        if head["inode"] != "0" and not shared_memory:
+            path = _file_name(name, int(head["inode"]), picked)
+            if path is not None:
+                total = sums.setdefault(path, {})
+                for key, value in sizes.items():
+                    total[key] = total.get(key, 0) + value
+                permissions.setdefault(path, set()).add(head["perms"])
+        held = sizes.get("Rss", 0) if shared_memory else sizes.get("Anonymous", 0)
+        held += sizes.get("Swap", 0)
+        if held:
+            regions.append(Region(int(head["start"], 16), int(head["end"], 16), name, held))
+    names = sums if picked is None else picked
+    return Footprint(
+        pid=number,
+        rss=totals.get("Rss", 0),
+        pss=totals.get("Pss", 0),
+        anonymous=totals.get("Anonymous", 0) + totals.get("Swap", 0),
+        shmem=totals.get("Pss_Shmem", 0),
+        locked=totals.get("Locked", 0),
+        files=tuple(_file(name, sums.get(name, {}), permissions.get(name, set())) for name in names),
+        regions=tuple(regions),
+    )
+
+
+def weight_files(pid: int) -> list[str]:
+    """Paths of the model files that process `pid` has mapped."""
+    found = []
+    for item in footprint(pid).files:
+        if item.path.removesuffix(_DELETED).lower().endswith(_WEIGHT_SUFFIXES):
+            found.append(item.path)
+    return found
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="surrogateescape")
+    except (FileNotFoundError, ProcessLookupError):
+        raise ApuError(f"there is no process {pid}") from None
+    except PermissionError:
+        raise ApuError(
+            f"/proc/{pid}/{name} may not be read; run as the user of process {pid} or as root"
+        ) from None
+
+
+def _vmas(text: str) -> Iterable[tuple[dict[str, str], dict[str, int]]]:
+    head: dict[str, str] | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        match = _HEAD.fullmatch(line)
+        if match:
+            if head:
+                yield head, _fields(lines)
+            head, lines = match.groupdict(), []
+        else:
+            lines.append(line)
+    if head:
+        yield head, _fields(lines)
+
+
+def _fields(lines: Iterable[str]) -> dict[str, int]:
+    """`Rss:  12 kB` lines as bytes."""
+    sizes: dict[str, int] = {}
+    for line in lines:
+        parts = line.split()
+        if len(parts) == 3 and parts[2] == "kB":
+            sizes[parts[0][:-1]] = int(parts[1]) * 1024
+    return sizes
+
+
+def _identities(files: Iterable[str | os.PathLike[str]]) -> dict[str, int]:
+    """Real path -> inode (0 when the file is gone)."""
+    found: dict[str, int] = {}
+    for name in files:
+        real = os.path.realpath(name)
+        try:
+            found[real] = Path(real).stat().st_ino
+        except OSError:
+            found[real] = 0
+    return found
+
+
+def _file_name(name: str, inode: int, picked: dict[str, int] | None) -> str | None:
+    """Under which name a mapping is reported. Mount namespaces change paths, renaming leaves `(deleted)`."""
+    path = name.replace("\\012", "\n")
+    base = Path(path.removesuffix(_DELETED)).name
+    if picked is None:
+        return path
+    for candidate in (path, path.removesuffix(_DELETED)):
+        if candidate in picked:
+            return candidate
+    return next((known for known, ino in picked.items() if ino == inode and Path(known).name == base), None)
+
+
+def _file(path: str, sizes: dict[str, int], permissions: set[str]) -> FileMapping:
+    return FileMapping(
+        path=path,
+        permissions=tuple(sorted(permissions)),
+        mapped=sizes.get("Size", 0),
+        rss=sizes.get("Rss", 0),
+        pss=sizes.get("Pss", 0),
+        shared_clean=sizes.get("Shared_Clean", 0),
+        shared_dirty=sizes.get("Shared_Dirty", 0),
+        private_clean=sizes.get("Private_Clean", 0),
+        private_dirty=sizes.get("Private_Dirty", 0),
+        anonymous=sizes.get("Anonymous", 0),
+        locked=sizes.get("Locked", 0),
+    )
+
+
+# ---------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked: what was found; when `ok` is False, `text` names the mapping at fault."""
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Anonymous memory at a moment, by address range, to tell later what has grown."""
+
+    copies: int
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def take(cls, pid: int | None = None) -> Baseline:
+        now = footprint(pid, files=())
+        return cls(now.copies, now.regions)
+
+    def growth(self, now: Footprint) -> int:
+        return now.copies - self.copies
+
+    def grown(self, now: Footprint) -> list[Region]:
+        """The ranges that hold more than before, largest growth first; `nbytes` is the growth."""
+        found = []
+        for region in now.regions:
+            before = sum(
+                old.nbytes for old in self.regions if old.start < region.end and region.start < old.end
+            )
+            if region.nbytes > before:
+                found.append(Region(region.start, region.end, region.name, region.nbytes - before))
+        return sorted(found, key=lambda region: -region.nbytes)
+
+
+def check_files(now: Footprint, weights_bytes: int | None = None) -> list[Finding]:
+    """The weights are clean pages of read-only shared mappings; nearly all `weights_bytes` are resident."""
+    found = []
+    for item in now.files:
+        if not item.permissions:
+            found.append(Finding(False, f"{item.path} is not mapped by process {now.pid}"))
+        elif item.permissions != ("r--s",):
+            kinds = ", ".join(item.permissions)
+            found.append(Finding(False, f"{item.path} is mapped {kinds}, expected r--s (read-only, shared)"))
+        elif item.dirty or item.anonymous:
+            dirty, copied = human_bytes(item.dirty), human_bytes(item.anonymous)
+            found.append(
+                Finding(False, f"{item.path} has {dirty} dirty and {copied} copied pages, expected none")
+            )
+        else:
+            found.append(
+                Finding(True, f"{item.path}: read-only, shared, clean, {human_bytes(item.rss)} resident")
+            )
+    if weights_bytes is not None:
+        resident = sum(item.rss for item in now.files)
+        text = f"{human_bytes(resident)} of {human_bytes(weights_bytes)} weights are resident file pages"
+        found.append(Finding(resident >= RESIDENT_SHARE * weights_bytes, text))
+    return found
+
+
+def check_growth(now: Footprint, baseline: Baseline, expected: int, weights_bytes: int) -> Finding:
+    """Anonymous memory grew by at most `expected` (KV, scratch) and the larger of 5% of weights and 8 MiB."""
+    slack = max(int(GROWTH_SHARE * weights_bytes), GROWTH_FLOOR)
+    growth = baseline.growth(now)
+    text = (
+        f"anonymous memory grew by {human_bytes(growth)}; allowed {human_bytes(expected + slack)} "
+        f"(KV and scratch {human_bytes(expected)}, slack {human_bytes(slack)})"
+    )
+    if growth <= expected + slack:
+        return Finding(True, text)
+    grown = baseline.grown(now)
+    where = f"; most of it in {grown[0]} (+{human_bytes(grown[0].nbytes)})" if grown else ""
+    return Finding(False, text + where)
+
+
+def check_sharing(processes: Sequence[Footprint]) -> list[Finding]:
+    """Processes that map the same files hold their pages once: the sum of their Pss is one Rss."""
+    found = []
+    for items in zip(*(process.files for process in processes), strict=True):
+        pss, rss = sum(item.pss for item in items), max(item.rss for item in items)
+        sizes = f"hold {human_bytes(pss)} of it together, one alone {human_bytes(rss)}"
+        text = f"{items[0].path}: {len(items)} processes {sizes}"
+        found.append(Finding(pss <= rss + rss // 100 + len(items) * 4096, text))
+    return found

@@ -1,0 +1,355 @@
+"""Model files as memory: PROT_READ and MAP_SHARED, so that the page cache's own pages are the weights.
+
+A Mapping is the only owner of an address range; tensors, numpy views and native code borrow from it. The
+range is registered with the native library's SIGBUS guard: a file that shrinks while mapped turns into zero
+pages and a recorded fault, which `check` raises as an error that names the file. The descriptor stays open,
+so `check` also sees a file that was rewritten in place; a file replaced by renaming leaves the mapped one
+intact and is no error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apu_engine.errors import MappingError
+from apu_engine.memory.budget import human_bytes, memory_available
+from apu_engine.memory.files import open_regular
+
+MADV_POPULATE_READ = 22  # Linux 5.14
+SLICE = 16 << 20  # bytes per readahead call: the grain of progress and of cancelling
+GIB = 1 << 30
+_EHWPOISON = 133
+_REPLACE = "replace a model by renaming a new file over it, never in place"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name, _last in (
+    ("madvise", ctypes.c_int),
+    ("mincore", ctypes.c_void_p),
+    ("mlock", None),
+    ("munlock", None),
+):
+    _function = getattr(_libc, _name)
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *([_last] if _last else [])]
+    _function.restype = ctypes.c_int
+
+
+class Mapping:
+    """One file, mapped read-only and shared. Also a context manager that closes itself.
+
+    `address` is where byte 0 lies; it and all views are valid until `close`.
+    """
+
+    def __init__(self, path: Path, fd: int, info: os.stat_result) -> None:
+        self.path = path
+        self.nbytes = info.st_size
+        self._fd = fd
+        self._identity = (info.st_size, info.st_mtime_ns)
+        self._map = mmap.mmap(fd, info.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
+        self.address: int = self._bytes.__array_interface__["data"][0]
+        self._guard(True)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], size: int | None = None) -> Mapping:
+        """Map the whole file. `size` is what its header was validated against; another size now is refused.
+
+        Raises MappingError when the file cannot be opened or mapped, is empty, or changed size.
+        """
+        fd, info = open_regular(path)
+        try:
+            if size is not None and info.st_size != size:
+                raise MappingError(
+                    path,
+                    f"has {info.st_size:,} bytes, but had {size:,} when its header was read; load it again",
+                )
+            if not info.st_size:
+                raise MappingError(path, "is empty (0 bytes); download it again")
+            return cls(Path(path), fd, info)
+        except OSError as error:
+            os.close(fd)
+            raise MappingError(path, _map_failure(info.st_size, error)) from None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def array(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """A read-only view (nbytes,) of uint8 at byte `offset`; it must be dropped before `close`."""
+        if self._bytes is None:
+            raise MappingError(self.path, "the mapping is closed")
+        length = self.nbytes - offset if nbytes is None else nbytes
+        if not (0 <= offset <= self.nbytes and 0 <= length <= self.nbytes - offset):
+            raise MappingError(
+                self.path, f"bytes {offset:,} + {length:,} lie outside its {self.nbytes:,} bytes"
+            )
+        return self._bytes[offset : offset + length]
+
+    def check(self) -> None:
+        """Raise MappingError when a mapped page could not be read, or the file was changed in place."""
+        from apu_engine import _native
+
+        if self._bytes is None:
+            raise MappingError(self.path, "the mapping is closed")
+        info = os.fstat(self._fd)
+        if info.st_size < self.nbytes:
+            raise MappingError(
+                self.path,
+                f"was truncated from {self.nbytes:,} to {info.st_size:,} bytes while it was mapped; "
+                f"restore the file and load it again ({_REPLACE})",
+            )
+        if _native.faulted() == str(self.path):
+            raise MappingError(
+                self.path,
+                "a mapped page could not be read: the file was truncated for a while, or the disk failed "
+                "(see dmesg); load it again",
+            )
+        if (info.st_size, info.st_mtime_ns) != self._identity:
+            raise MappingError(
+                self.path,
+                f"was written to while it was mapped, so its weights are in doubt; reload it ({_REPLACE})",
+            )
+
+    def resident_bytes(self) -> int | None:
+        """Bytes of the file in the page cache, or None where the kernel hides that (files of other users)."""
+        info = os.fstat(self._fd)
+        if info.st_uid != os.geteuid() and not os.access(self.path, os.W_OK):
+            return None
+        flags = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
+        if _libc.mincore(self.address, self.nbytes, flags.__array_interface__["data"][0]):
+            return None
+        return min(int((flags & 1).sum()) * mmap.PAGESIZE, self.nbytes)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Bring bytes into the page cache, and into the page table where the kernel can (from Linux 5.14).
+
+        `offset` is a multiple of the page size. Raises MappingError, not SIGBUS, when they cannot be read.
+        """
+        while _libc.madvise(self.address + offset, nbytes, MADV_POPULATE_READ):
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                return self._read_through(offset, nbytes)
+            if code in (errno.EAGAIN, errno.EINTR):
+                continue
+            self.check()
+            reason = "memory is damaged (see dmesg)" if code == _EHWPOISON else os.strerror(code)
+            raise MappingError(self.path, f"readahead of {nbytes:,} bytes at {offset:,} failed: {reason}")
+        return None
+
+    def _read_through(self, offset: int, nbytes: int) -> None:
+        buffer = bytearray(1 << 20)
+        end = offset + nbytes
+        while offset < end:
+            try:
+                count = os.preadv(self._fd, [memoryview(buffer)[: min(len(buffer), end - offset)]], offset)
+            except OSError as error:
+                raise MappingError(self.path, f"reading at {offset:,} failed: {error.strerror}") from None
+            if not count:
+                self.check()
+                raise MappingError(self.path, f"ends at {offset:,} of {self.nbytes:,} bytes; load it again")
+            offset += count
+
+    def _guard(self, on: bool) -> None:
+        from apu_engine import _native
+
+        if on:
+            _native.guard(self.address, self.nbytes, str(self.path))
+        else:
+            _native.unguard(self.address)
+
+    def close(self) -> None:
+        """Unmap; a second call does nothing. While views live it raises MappingError and changes nothing."""
+        if self._bytes is None:
+            return
+        view, self._bytes = self._bytes, None
+        self._guard(False)
+        del view
+        try:
+            self._map.close()
+        except BufferError:
+            self._bytes = np.frombuffer(self._map, np.uint8)
+            self._guard(True)
+            raise MappingError(
+                self.path, "cannot be unmapped while arrays still view it; drop them first"
+            ) from None
+        os.close(self._fd)
+
+    def __enter__(self) -> Mapping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._bytes is None else f"at {self.address:#x}"
+        return f"Mapping({self.path}, {human_bytes(self.nbytes)}, {state})"
+
+
+def _map_failure(size: int, error: OSError) -> str:
+    if error.errno == errno.ENOMEM:
+        return f"no address space for {human_bytes(size)}; raise the limit (`ulimit -v unlimited`)"
+    if error.errno == errno.ENODEV:
+        return "its file system does not support mapping; copy the file to a local disk"
+    return f"cannot be mapped: {error.strerror}"
+
+
+# ---------------------------------------------------------------- readahead and locking
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One report of a stage that takes a while. `eta_s` is None until there is a rate to go by."""
+
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    gib_per_s: float
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What readahead or locking did; `notice` is "", or a line for the user on why it did less than asked."""
+
+    done_bytes: int
+    seconds: float
+    notice: str = ""
+
+
+def prefetch(
+    mappings: Sequence[Mapping],
+    threads: int = 4,
+    progress: Callable[[Progress], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Outcome:
+    """Read the files into memory in parallel, in file order; `progress` is called from this thread.
+
+    Files larger than the memory available are left alone: reading them ahead would evict their own first
+    pages. Stops soon after `cancel` is set, or on KeyboardInterrupt, which is raised again. Raises
+    MappingError on a failed read.
+    """
+    total = sum(mapping.nbytes for mapping in mappings)
+    notice = _too_large(mappings)
+    if notice:
+        return Outcome(0, 0.0, f"no readahead: {notice}")
+    start = time.monotonic()
+    work = _Readahead(mappings)
+    workers = [
+        threading.Thread(target=work.run, name="readahead", daemon=True) for _ in range(max(1, threads))
+    ]
+    for worker in workers:
+        worker.start()
+
+    def report() -> None:
+        if progress:
+            seconds = time.monotonic() - start
+            rate = work.done / seconds if seconds > 0 else 0.0
+            eta = (total - work.done) / rate if rate else None
+            progress(Progress("readahead", work.done, total, rate / GIB, eta))
+
+    try:
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(0.05)
+                if cancel and cancel.is_set():
+                    work.stop = True
+                if work.done < total:
+                    report()
+    finally:
+        work.stop = True
+        for worker in workers:
+            worker.join()
+    if work.error:
+        raise work.error
+    report()
+    cut = "readahead was cancelled; pages are read when they are needed" if work.done < total else ""
+    return Outcome(work.done, time.monotonic() - start, cut)
+
+
+class _Readahead:
+    """The shared state of the readahead threads: a queue of slices and a sum."""
+
+    def __init__(self, mappings: Sequence[Mapping]) -> None:
+        self.slices: Iterator[tuple[Mapping, int, int]] = (
+            (mapping, offset, min(SLICE, mapping.nbytes - offset))
+            for mapping in mappings
+            for offset in range(0, mapping.nbytes, SLICE)
+        )
+        self.lock = threading.Lock()
+        self.done = 0
+        self.stop = False
+        self.error: MappingError | None = None
+
+    def run(self) -> None:
+        while not self.stop:
+            with self.lock:
+                piece = next(self.slices, None)
+            if piece is None:
+                return
+            mapping, offset, nbytes = piece
+            try:
+                mapping.populate(offset, nbytes)
+            except MappingError as error:
+                self.error, self.stop = error, True
+                return
+            with self.lock:
+                self.done += nbytes
+
+
+def mlock(mappings: Sequence[Mapping]) -> Outcome:
+    """Pin the files' pages in memory, as far as RLIMIT_MEMLOCK lets; closing a mapping unpins it.
+
+    A refusal is no error: the outcome's notice says what to change.
+    """
+    notice = _too_large(mappings)
+    if notice:
+        return Outcome(0, 0.0, f"not locked: {notice}")
+    start = time.monotonic()
+    total = sum(mapping.nbytes for mapping in mappings)
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+    done = 0
+    for mapping in mappings:
+        if _libc.mlock(mapping.address, mapping.nbytes):
+            code = ctypes.get_errno()
+            mapping.check()
+            return Outcome(done, time.monotonic() - start, _lock_refused(done, total, hard, code))
+        done += mapping.nbytes
+    return Outcome(done, time.monotonic() - start)
+
+
+def _lock_refused(done: int, total: int, limit: int, code: int) -> str:
+    if code not in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
+        return f"locked {human_bytes(done)} of {human_bytes(total)}: mlock failed: {os.strerror(code)}"
+    return (
+        f"locked {human_bytes(done)} of {human_bytes(total)}: the limit on locked memory is "
+        f"{human_bytes(limit)}. To raise it, add the line `* - memlock unlimited` to "
+        "/etc/security/limits.d/99-memlock.conf and log in again "
+        "(systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
+    )
+
+
+def _too_large(mappings: Sequence[Mapping]) -> str:
+    """Why these files do not fit into memory, or "". Pages that are resident already are no new demand."""
+    total = sum(mapping.nbytes for mapping in mappings)
+    available = memory_available()
+    if total <= available:
+        return ""
+    missing = total - sum(mapping.resident_bytes() or 0 for mapping in mappings)
+    if missing <= available:
+        return ""
+    return (
+        f"the weights ({human_bytes(total)}) exceed the memory available ({human_bytes(available)}); "
+        "they are read from disk again whenever they are needed, which is slow"
+    )
