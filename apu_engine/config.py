@@ -223,7 +223,7 @@ class EngineConfig:
         "--model", "-m", group="model",
     )
     device: str = _option(
-        "str", "auto", "Where the model runs: auto, cpu or hip[:N]; auto takes hip where it is usable, else cpu.",
+        "str", "auto", "Where the model runs: auto, cpu or hip[:N]; auto takes hip where usable, else cpu.",
         "--device", group="model",
     )
     threads: int = _option(

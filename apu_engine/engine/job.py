@@ -1,9 +1,9 @@
 """What the server and the facade hand to the engine, and what comes back.
 
-A Job crosses the boundary twice: once into the engine's queue, then as events through one callback. The engine knows
-token ids only: no text, no HTTP. Callbacks run on the engine thread and must not block; a server wraps them in
-`loop.call_soon_threadsafe`. Cancelling sets a flag that the engine looks at before every step, and interrupts the step
-that is running.
+A Job crosses the boundary twice: once into the engine's queue, then as events through one callback. The
+engine knows token ids only: no text, no HTTP. Callbacks run on the engine thread and must not block; a server
+wraps them in `loop.call_soon_threadsafe`. Cancelling sets a flag that the engine looks at before every step,
+and interrupts the step that is running.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from apu_engine.errors import ApuError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -80,8 +86,34 @@ class Job:
     on_event: Callable[[Job, TokenEvent | Done], None]
     id: str = ""
     ignore_eos: bool = False
+    logits: NDArray[np.float32] | None = None  # (T, V) filled for every prompt token; max_tokens is then 0
     _cancel: threading.Event = field(default_factory=threading.Event)
 
     @property
     def cancelled(self) -> bool:
         return self._cancel.is_set()
+
+
+class QueueFullError(ApuError):
+    """As many jobs wait as may wait; try again later."""
+
+
+class EngineClosedError(ApuError):
+    """The engine takes no more jobs: it is shutting down."""
+
+
+class ContextLengthError(ApuError):
+    """A prompt does not fit the context: `prompt_tokens` and `context` are the two numbers."""
+
+    def __init__(self, prompt_tokens: int, context: int, room: int = 1) -> None:
+        super().__init__(prompt_tokens, context, room)
+        self.prompt_tokens = prompt_tokens
+        self.context = context
+        self.room = room
+
+    def __str__(self) -> str:
+        tail = f" and needs room for {self.room} more" if self.room else ""
+        return (
+            f"the prompt has {self.prompt_tokens} tokens{tail}, but the context holds {self.context}; "
+            "shorten it or load the model with a larger ctx"
+        )
