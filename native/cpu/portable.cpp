@@ -2,44 +2,63 @@
 // A weight row is taken apart once into `work` (int8 values, then one record a 32-block), then multiplied with every
 // row of activations, so few and many rows take one path. std::fma keeps the rounding of the vector levels on
 // processors without the instruction.
+#include "portable.h"
+
 #include <cmath>
 #include <cstring>
 
-#include "half.h"
-#include "portable.h"
-#include "unpack.h"
+#include "../include/apu.h"
+#include "../quant/activations.h"
+#include "../quant/unpack.h"
 
 namespace apu::cpu::portable {
 
 namespace {
 
-constexpr uint32_t kBlockLanes = 8;
-constexpr uint32_t kFloatLanes = 16;
+using quant::kBlock, quant::kFloatLanes, quant::kLanes, quant::Minimum;
 
 struct BlockScales {
-  float d, m;
-  int32_t scale[2], min[2];
+  float ws, wm;
+  int32_t sc[2], m[2];
 };
 
-size_t blocks_of(uint32_t k) {
-  return (size_t{k} + 31) / 32;
-}
-
 size_t work_bytes(uint32_t k) { // the larger of an unpacked row of integers and a dequantised one
-  const size_t integers = blocks_of(k) * (32 + sizeof(BlockScales));
+  const size_t integers = (size_t{k} + kBlock - 1) / kBlock * (kBlock + sizeof(BlockScales));
   const size_t floats = size_t{k} * sizeof(float);
-  return (integers > floats ? integers : floats) + 64;
+  return integers > floats ? integers : floats;
 }
 
-float sum8(const float *lane) {
-  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+// Calls use.template operator()<BlockType>() for a quantised dtype.
+template <class Use> void with_block_type(uint32_t dtype, const Use &use) {
+  switch (dtype) {
+  case APU_Q4_0: return use.template operator()<quant::Q4_0>();
+  case APU_Q4_1: return use.template operator()<quant::Q4_1>();
+  case APU_Q5_0: return use.template operator()<quant::Q5_0>();
+  case APU_Q5_1: return use.template operator()<quant::Q5_1>();
+  case APU_Q8_0: return use.template operator()<quant::Q8_0>();
+  case APU_Q2_K: return use.template operator()<quant::Q2_K>();
+  case APU_Q3_K: return use.template operator()<quant::Q3_K>();
+  case APU_Q4_K: return use.template operator()<quant::Q4_K>();
+  case APU_Q5_K: return use.template operator()<quant::Q5_K>();
+  case APU_Q6_K: return use.template operator()<quant::Q6_K>();
+  default: return;
+  }
 }
 
-float sum16(const float *lane) {
-  float s[8];
-  for (uint32_t i = 0; i < 8; ++i) s[i] = lane[i] + lane[i + 8];
-  return sum8(s);
+// ---- activations
+
+void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
+  for (uint32_t t = 0; t < rows; ++t)
+    for (uint32_t b = 0; b < a.blocks; ++b) {
+      const size_t block = size_t{t} * a.blocks + b;
+      const uint32_t begin = b * kBlock;
+      const uint32_t count = begin >= k ? 0 : (k - begin < kBlock ? k - begin : kBlock);
+      quant::quantize_block(x + t * x_stride + (count ? begin : 0), count, a.q + block * kBlock, a.d + block,
+                            a.s + block, a.sum16 + 2 * block);
+    }
 }
+
+// ---- quantised types
 
 int32_t dot16(const int8_t *a, const int8_t *b) {
   int32_t sum = 0;
@@ -47,50 +66,24 @@ int32_t dot16(const int8_t *a, const int8_t *b) {
   return sum;
 }
 
-// ---- activations
-
-void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  for (uint32_t t = 0; t < rows; ++t) {
-    const float *in = x + t * x_stride;
-    for (uint32_t b = 0; b < a.blocks; ++b) {
-      const size_t block = size_t{t} * a.blocks + b;
-      const uint32_t begin = b * 32, count = begin >= k ? 0 : (k - begin < 32 ? k - begin : 32);
-      float v[32] = {};
-      for (uint32_t i = 0; i < count; ++i) v[i] = in[begin + i];
-      float amax = 0;
-      for (uint32_t i = 0; i < 32; ++i) amax = std::fabs(v[i]) > amax ? std::fabs(v[i]) : amax;
-      const float d = amax / 127.0f;
-      const float inverse = d > 0 ? 127.0f / amax : 0.0f;
-      int8_t *q = a.q + block * 32;
-      for (uint32_t i = 0; i < 32; ++i) q[i] = static_cast<int8_t>(std::nearbyint(v[i] * inverse));
-      int32_t sum[2] = {};
-      for (uint32_t i = 0; i < 32; ++i) sum[i / 16] += q[i];
-      a.d[block] = d;
-      a.s[block] = d * static_cast<float>(sum[0] + sum[1]);
-      a.sum16[2 * block] = sum[0];
-      a.sum16[2 * block + 1] = sum[1];
-    }
-  }
-}
-
-// ---- quantised types
-
 template <class Type>
-float dot_row(const int8_t *w, const BlockScales *scales, uint32_t blocks, const int8_t *q, const float *d,
-              const float *s, const int32_t *sums) {
-  float lane[kBlockLanes] = {};
+float dot_row(const int8_t *w, const BlockScales *scales, uint32_t blocks, const ActBlocks &a, uint32_t t) {
+  const size_t first = size_t{t} * a.blocks;
+  const int8_t *q = a.q + kBlock * first;
+  const int32_t *sum16 = a.sum16 + 2 * first;
+  float lane[kLanes] = {};
   for (uint32_t b = 0; b < blocks; ++b) {
     const BlockScales &c = scales[b];
-    float &acc = lane[b % kBlockLanes];
-    const int32_t first = dot16(w + 32 * b, q + 32 * b), second = dot16(w + 32 * b + 16, q + 32 * b + 16);
-    const int32_t product =
-        Type::kHalfScales ? c.scale[0] * first + c.scale[1] * second : c.scale[0] * (first + second);
-    acc = std::fma(static_cast<float>(product), c.d * d[b], acc);
-    if constexpr (Type::kMinimum == Minimum::block) acc = std::fma(-(c.m * static_cast<float>(c.min[0])), s[b], acc);
-    if constexpr (Type::kMinimum == Minimum::half)
-      acc = std::fma(static_cast<float>(c.min[0] * sums[2 * b] + c.min[1] * sums[2 * b + 1]), -(c.m * d[b]), acc);
+    float &acc = lane[b % kLanes];
+    const int32_t low = dot16(w + kBlock * b, q + kBlock * b);
+    const int32_t high = dot16(w + kBlock * b + 16, q + kBlock * b + 16);
+    const float d = a.d[first + b];
+    acc = quant::block_step(acc, Type::sub_block == 16 ? c.sc[0] * low + c.sc[1] * high : low + high, c.ws, d);
+    if constexpr (Type::minimum == Minimum::per_block) acc = quant::block_step_minimum(acc, c.wm, a.s[first + b]);
+    if constexpr (Type::minimum == Minimum::per_half)
+      acc = quant::block_step_minimum16(acc, c.m[0] * sum16[2 * b] + c.m[1] * sum16[2 * b + 1], c.wm, d);
   }
-  return sum8(lane);
+  return quant::sum8(lane);
 }
 
 struct MatmulRows {
@@ -101,30 +94,28 @@ struct MatmulRows {
   size_t y_stride;
   void *work;
 
-  template <uint32_t Dtype> void operator()() const {
-    using Type = Unpack<Dtype>;
-    const uint32_t blocks = w.k / 32;
+  template <class B> void operator()() const {
+    using Type = quant::Traits<B>;
+    const uint32_t blocks = w.k / kBlock;
     auto *scales = static_cast<BlockScales *>(work);
     auto *values = reinterpret_cast<int8_t *>(scales + blocks);
     for (uint32_t n = begin; n < end; ++n) {
       const uint8_t *row = w.data + n * w.row_stride;
+      quant::Block32 block{};
       for (uint32_t b = 0; b < blocks; ++b) {
-        Block32 block{values + 32 * b, 0, 0, {1, 1}, {0, 0}};
-        Type::block(row, b, block);
-        scales[b] = {block.d, block.m, {block.scale[0], block.scale[1]}, {block.min[0], block.min[1]}};
+        const auto *file_block = reinterpret_cast<const B *>(row + size_t{b / Type::blocks32} * Type::bytes);
+        quant::unpack_block(*file_block, b % Type::blocks32, block);
+        std::memcpy(values + kBlock * b, block.q, kBlock);
+        scales[b] = {block.ws, block.wm, {block.sc[0], block.sc[1]}, {block.m[0], block.m[1]}};
       }
-      for (uint32_t t = 0; t < rows; ++t) {
-        const size_t first = size_t{t} * a.blocks;
-        y[t * y_stride + (n - begin)] =
-            dot_row<Type>(values, scales, blocks, a.q + 32 * first, a.d + first, a.s + first, a.sum16 + 2 * first);
-      }
+      for (uint32_t t = 0; t < rows; ++t) y[t * y_stride + (n - begin)] = dot_row<Type>(values, scales, blocks, a, t);
     }
   }
 };
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  with_quantized(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
+  with_block_type(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
 }
 
 // ---- float types and exact precision
@@ -134,30 +125,19 @@ struct DequantizeRow {
   uint32_t k;
   float *out;
 
-  template <uint32_t Dtype> void operator()() const {
-    int8_t values[32];
-    for (uint32_t b = 0; b < k / 32; ++b) {
-      Block32 block{values, 0, 0, {1, 1}, {0, 0}};
-      Unpack<Dtype>::block(in, b, block);
-      for (uint32_t i = 0; i < 32; ++i) {
-        const float v = block.d * static_cast<float>(block.scale[i / 16]) * static_cast<float>(values[i]);
-        out[32 * b + i] =
-            Unpack<Dtype>::kMinimum == Minimum::none ? v : v - block.m * static_cast<float>(block.min[i / 16]);
-      }
-    }
-  }
+  template <class B> void operator()() const { quant::dequantize_row<B>(in, k, out); }
 };
 
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   switch (dtype) {
   case APU_F32: std::memcpy(out, in, size_t{k} * sizeof(float)); break;
   case APU_F16:
-    for (uint32_t i = 0; i < k; ++i) out[i] = load_f16(in + 2 * size_t{i});
+    for (uint32_t i = 0; i < k; ++i) out[i] = quant::load_f16(in + 2 * size_t{i});
     break;
   case APU_BF16:
-    for (uint32_t i = 0; i < k; ++i) out[i] = load_bf16(in + 2 * size_t{i});
+    for (uint32_t i = 0; i < k; ++i) out[i] = quant::bf16_to_f32(quant::load16(in + 2 * size_t{i}));
     break;
-  default: with_quantized(dtype, DequantizeRow{in, k, out});
+  default: with_block_type(dtype, DequantizeRow{in, k, out});
   }
 }
 
@@ -167,7 +147,7 @@ float dot_exact(const float *w, const float *x, uint32_t k) {
   for (; i + kFloatLanes <= k; i += kFloatLanes)
     for (uint32_t j = 0; j < kFloatLanes; ++j) lane[j] = std::fma(w[i + j], x[i + j], lane[j]);
   for (uint32_t j = 0; i + j < k; ++j) lane[j] = std::fma(w[i + j], x[i + j], lane[j]);
-  return sum16(lane);
+  return quant::sum16(lane);
 }
 
 void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,

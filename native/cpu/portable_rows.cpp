@@ -5,30 +5,49 @@
 #include "portable.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
-#include "half.h"
+#include "../quant/activations.h"
+#include "../quant/unpack.h"
 
 namespace apu::cpu::portable {
 
 namespace {
 
-constexpr uint32_t kLanes = 16;
+using quant::f16_to_f32, quant::kFloatLanes;
 
-float sum_lanes(const float *lane) {
-  float s[8];
-  for (uint32_t i = 0; i < 8; ++i) s[i] = lane[i] + lane[i + 8];
-  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+// Rounded to nearest even; subnormals, infinities and NaN are kept.
+uint16_t to_f16(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, sizeof bits);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t half;
+  if (magnitude > 0x7f800000u) {
+    half = 0x7e00u | ((magnitude >> 13) & 0x3ffu); // quiet NaN
+  } else if (magnitude >= 0x47800000u) {
+    half = 0x7c00u;
+  } else if (magnitude < 0x38800000u) { // below 2^-14: a float of 0.5 has the ulp of F16's subnormals
+    std::memcpy(&f, &magnitude, sizeof f);
+    f += 0.5f;
+    std::memcpy(&half, &f, sizeof half);
+    half -= 0x3f000000u;
+  } else {
+    magnitude += 0xfffu + ((magnitude >> 13) & 1u);
+    half = (magnitude - (112u << 23)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | half);
 }
 
 // Sums term(i) for i in [0, n).
 template <class Term> float sum_terms(uint32_t n, Term term) {
-  float lane[kLanes] = {};
+  float lane[kFloatLanes] = {};
   uint32_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (uint32_t j = 0; j < kLanes; ++j) lane[j] += term(i + j);
+  for (; i + kFloatLanes <= n; i += kFloatLanes)
+    for (uint32_t j = 0; j < kFloatLanes; ++j) lane[j] += term(i + j);
   for (uint32_t j = 0; i + j < n; ++j) lane[j] += term(i + j);
-  return sum_lanes(lane);
+  return quant::sum16(lane);
 }
 
 } // namespace
@@ -54,7 +73,7 @@ void scale(float scale, float *y, uint32_t n) {
 }
 
 void f32_to_f16(const float *in, uint16_t *out, uint32_t n) {
-  for (uint32_t i = 0; i < n; ++i) out[i] = apu::cpu::f32_to_f16(in[i]);
+  for (uint32_t i = 0; i < n; ++i) out[i] = to_f16(in[i]);
 }
 
 void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n) {
