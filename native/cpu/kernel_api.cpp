@@ -1,0 +1,158 @@
+// The kernels by themselves, for tests and benchmarks: one matrix product, one dequantisation, and the plain read that
+// bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
+#include "common.h"
+#include "cpu/device.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+
+using namespace apu;
+using namespace apu::cpu;
+
+namespace {
+
+constexpr size_t kAlign = 64;
+constexpr size_t kChunkBytes = 64 << 10; // of weights that a worker claims at a time
+constexpr uint32_t kRowGroup = 8;        // kernels for many rows take weight rows by eight
+
+struct Free {
+  void operator()(void *p) const { std::free(p); }
+};
+template <typename T> using Buffer = std::unique_ptr<T[], Free>;
+
+template <typename T> Buffer<T> allocate(size_t count) {
+  const size_t bytes = (count * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+  void *p = std::aligned_alloc(kAlign, std::max(bytes, kAlign));
+  if (!p) throw std::bad_alloc();
+  return Buffer<T>(static_cast<T *>(p));
+}
+
+struct Activations {
+  Buffer<int8_t> q;
+  Buffer<float> d, s;
+  Buffer<int32_t> sum16;
+  ActBlocks blocks;
+
+  Activations(uint32_t rows, uint32_t k) {
+    const uint32_t count = (k + 255) / 256 * 8;
+    const size_t all = size_t{rows} * count;
+    q = allocate<int8_t>(all * 32);
+    d = allocate<float>(all);
+    s = allocate<float>(all);
+    sum16 = allocate<int32_t>(all * 2);
+    blocks = {q.get(), d.get(), s.get(), sum16.get(), count};
+  }
+  ActBlocks from(uint32_t row) const {
+    const size_t b = size_t{row} * blocks.blocks;
+    return {blocks.q + b * 32, blocks.d + b, blocks.s + b, blocks.sum16 + 2 * b, blocks.blocks};
+  }
+};
+
+// Worker `index` of `count` reads its contiguous share; the result keeps the loads alive.
+uint64_t read_share(const uint8_t *in, uint64_t bytes, uint32_t index, uint32_t count) {
+  typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
+  const uint64_t lines = bytes / sizeof(Line);
+  const uint64_t begin = lines * index / count, end = lines * (index + 1) / count;
+  const auto *p = reinterpret_cast<const Line *>(in);
+  Line sum[4] = {};
+  uint64_t i = begin;
+  for (; i + 4 <= end; i += 4)
+    for (uint32_t j = 0; j < 4; ++j) sum[j] ^= p[i + j];
+  for (; i < end; ++i) sum[0] ^= p[i];
+  const Line all = sum[0] ^ sum[1] ^ sum[2] ^ sum[3];
+  uint64_t result = 0;
+  for (uint32_t j = 0; j < 8; ++j) result ^= all[j];
+  return result;
+}
+
+} // namespace
+
+apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precision, const void *w, uint64_t row_stride,
+                             const float *x, float *y, uint32_t rows, uint32_t n, uint32_t k) {
+  if (!device || !w || !x || !y) return fail(APU_E_INVALID, "apu_kernel_matmul: device, w, x and y must not be NULL");
+  if (!has_matmul(dtype))
+    return fail(APU_E_UNSUPPORTED, "apu_kernel_matmul: no kernel multiplies with dtype %u (%s)", dtype,
+                dtype_name(dtype));
+  if (precision > APU_PRECISION_EXACT)
+    return fail(APU_E_INVALID, "apu_kernel_matmul: precision is %u, expected 0 or 1", precision);
+  const size_t bytes = row_bytes(dtype, k);
+  if (k == 0 || bytes == 0)
+    return fail(APU_E_INVALID, "apu_kernel_matmul: k is %u, expected a positive multiple of %s's block", k,
+                dtype_name(dtype));
+  if (row_stride < bytes)
+    return fail(APU_E_INVALID, "apu_kernel_matmul: row_stride is %llu, expected at least the row's %llu bytes",
+                static_cast<unsigned long long>(row_stride), static_cast<unsigned long long>(bytes));
+  if (n > kMaxUnits) return fail(APU_E_INVALID, "apu_kernel_matmul: n is %u, expected at most %u", n, kMaxUnits);
+  if (rows == 0 || n == 0) return APU_OK;
+  try {
+    const KernelTable &kernels = *device->kernels;
+    const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
+    const bool quantized = is_quantized(dtype) && precision == APU_PRECISION_DEFAULT;
+    const Activations acts(quantized ? rows : 0, k);
+    const size_t work_bytes = (kernels.work_bytes(k) + kAlign - 1) / kAlign * kAlign;
+    const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
+    const uint32_t groups = static_cast<uint32_t>(std::min<size_t>(kChunkBytes / (bytes * kRowGroup), n / kRowGroup));
+    const uint32_t chunk = std::max(groups, 1u) * kRowGroup;
+    device->pool.run(0, [&](Worker &worker) {
+      if (quantized) {
+        Split split(worker, rows, 1);
+        for (uint32_t b, e; split.next(b, e);) kernels.quantize(x + size_t{b} * k, k, e - b, k, acts.from(b));
+        worker.barrier();
+      }
+      void *scratch = work.get() + work_bytes * worker.index;
+      Split split(worker, n, chunk);
+      for (uint32_t b, e; split.next(b, e);) {
+        if (quantized)
+          kernels.matmul(matrix, acts.blocks, rows, b, e, y + b, n, scratch);
+        else
+          kernels.matmul_float(matrix, x, k, rows, b, e, y + b, n, scratch);
+      }
+    });
+  } catch (const std::bad_alloc &) {
+    return fail(APU_E_MEMORY, "apu_kernel_matmul: cannot allocate buffers for %u rows of %u", rows, k);
+  }
+  return APU_OK;
+}
+
+apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *out, uint64_t rows, uint64_t k) {
+  if (!in || !out) return fail(APU_E_INVALID, "apu_kernel_dequantize: in and out must not be NULL");
+  if (!has_matmul(dtype))
+    return fail(APU_E_UNSUPPORTED, "apu_kernel_dequantize: no kernel reads dtype %u (%s)", dtype, dtype_name(dtype));
+  const size_t bytes = row_bytes(dtype, k);
+  if (k > std::numeric_limits<uint32_t>::max() || bytes == 0)
+    return fail(APU_E_INVALID, "apu_kernel_dequantize: k is %llu, expected a positive multiple of %s's block",
+                static_cast<unsigned long long>(k), dtype_name(dtype));
+  const KernelTable *kernels = kernel_table(APU_ISA_AUTO);
+  const auto *row = static_cast<const uint8_t *>(in);
+  for (uint64_t r = 0; r < rows; ++r)
+    kernels->dequantize_row(dtype, row + r * bytes, static_cast<uint32_t>(k), out + r * k);
+  return APU_OK;
+}
+
+apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats, double *gb_per_s) {
+  if (!device || !in || !gb_per_s)
+    return fail(APU_E_INVALID, "apu_kernel_read: device, in and gb_per_s must not be NULL");
+  if (bytes == 0 || repeats == 0)
+    return fail(APU_E_INVALID, "apu_kernel_read: bytes and repeats must be positive, they are %llu and %u",
+                static_cast<unsigned long long>(bytes), repeats);
+  using Clock = std::chrono::steady_clock;
+  double best = std::numeric_limits<double>::infinity();
+  std::atomic<uint64_t> sink{0};
+  device->pool.run(0, [&](Worker &worker) {
+    for (uint32_t r = 0; r < repeats; ++r) {
+      worker.barrier();
+      const Clock::time_point start = Clock::now();
+      sink.fetch_xor(read_share(static_cast<const uint8_t *>(in), bytes, worker.index, worker.count));
+      worker.barrier();
+      if (worker.index == 0) best = std::min(best, std::chrono::duration<double>(Clock::now() - start).count());
+    }
+  });
+  *gb_per_s = static_cast<double>(bytes) / best * 1e-9;
+  return APU_OK;
+}
