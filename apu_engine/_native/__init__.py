@@ -1,7 +1,9 @@
-"""The native library as Python sees it: `ffi`, `lib`, status checks, devices, memory regions and mapping guards.
+"""The native library as Python sees it: `ffi`, `lib`, status checks, devices, memory regions and mapping
+guards.
 
-Importing opens libapu.so and compares its ABI with the declarations generated from native/include/apu.h. Nothing here
-knows about models. Handles are closed explicitly; closing twice is harmless. Calls release the interpreter lock.
+Importing opens libapu.so and compares its ABI with the declarations generated from native/include/apu.h.
+Nothing here knows about models. Handles are closed explicitly; closing twice is harmless. Calls release the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -80,10 +82,16 @@ _ERRORS: dict[int, type[NativeError]] = {
 
 
 def check(status: int) -> None:
-    """Returns when `status` is APU_OK; else raises the NativeError subclass (or MappingError) it stands for."""
+    """Returns when `status` is APU_OK.
+
+    Else raises the NativeError subclass (or MappingError) it stands for.
+    """
     if status == _OK:
         return
-    message = ffi.string(lib.apu_last_error()).decode(errors="replace") or f"native call failed with status {status}"
+    message = (
+        ffi.string(lib.apu_last_error()).decode(errors="replace")
+        or f"native call failed with status {status}"
+    )
     if status == _E_MAPPING:
         path = faulted() or ""
         raise MappingError(path, message.removeprefix(path).lstrip(": "))
@@ -140,7 +148,9 @@ class Device:
         self.handle: Any = None
         if isa not in ISA:
             raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
-        options = ffi.new("apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us})
+        options = ffi.new(
+            "apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us}
+        )
         out = ffi.new("apu_device **")
         check(lib.apu_device_open(kind.encode(), index, options, out))
         self.handle = out[0]
@@ -160,7 +170,10 @@ class Device:
 
     @classmethod
     def open(cls, kind: str = "cpu", index: int = 0, **options: Any) -> Device:
-        """Device(kind, index, ...). Raises UnsupportedError for a kind or instruction set that is not there."""
+        """Device(kind, index, ...).
+
+        Raises UnsupportedError for a kind or instruction set that is not there.
+        """
         return cls(kind, index, **options)
 
     def close(self) -> None:
@@ -171,7 +184,9 @@ class Device:
     def __enter__(self) -> Device:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -215,7 +230,9 @@ class Region:
             status = lib.apu_region_chunks(self._handle, chunks, count)
             if count[0] <= capacity:
                 check(status)
-                return tuple(Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0]))
+                return tuple(
+                    Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0])
+                )
             capacity = count[0]
 
     @property

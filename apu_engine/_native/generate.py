@@ -1,8 +1,8 @@
 """Writes `_cdef.py`, the Python twin of native/include/apu.h, in cffi's out-of-line ABI form.
 
-Run by CMake at build time: `python generate.py apu.h _cdef.py`. The header is the only source: preprocessor lines and
-the export macro are stripped, integer macros stay as constants. Nothing is compiled, and at run time only cffi's small
-backend module is imported, never the C parser.
+Run by CMake at build time: `python generate.py apu.h _cdef.py`. The header is the only source: preprocessor
+lines and the export macro are stripped, integer macros stay as constants. Nothing is compiled, and at run
+time only cffi's small backend module is imported, never the C parser.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ _DEFINE = re.compile(r"#\s*define\s+(APU_\w+)\s+\(?(-?(?:0[xX][0-9a-fA-F]+|\d+))
 
 
 def declarations(header: str) -> str:
-    """The header's C declarations as cffi's parser takes them; integer macros become `#define NAME value` lines."""
+    """The header's C declarations as cffi's parser takes them.
+
+    Integer macros become `#define NAME value` lines.
+    """
     text = re.sub(r"/\*.*?\*/", " ", header, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
     lines: list[str] = []

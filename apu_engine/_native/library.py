@@ -1,8 +1,9 @@
-"""Finds and opens libapu.so with the `_cdef.py` that was generated beside it, and refuses a pair that does not match.
+"""Finds and opens libapu.so with the `_cdef.py` that was generated beside it, and refuses a pair that does
+not match.
 
-The two files lie together: in this package when installed from a wheel, in the build folder or the environment's
-site-packages when installed in editable form. Version and every struct's size and field offsets are compared once, so
-that a stale library is an error message and not a misread struct.
+The two files lie together: in this package when installed from a wheel, in the build folder or the
+environment's site-packages when installed in editable form. Version and every struct's size and field offsets
+are compared once, so that a stale library is an error message and not a misread struct.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _folders() -> Iterator[Path]:
     here = Path(__file__).resolve().parent
     yield here
     root = here.parent.parent
-    if (root / "native" / "include" / "apu.h").exists():  # a source tree: its own build is never older than the copy
+    if (
+        root / "native" / "include" / "apu.h"
+    ).exists():  # a source tree: its own build is never older than the copy
         yield root / "build" / "editable"
     spec = importlib.util.find_spec(_CDEF)
     if spec is not None and spec.origin is not None:
@@ -39,7 +42,9 @@ def find() -> Path:
         if (folder / LIBRARY).exists() and (folder / "_cdef.py").exists():
             return folder
         tried.append(str(folder))
-    raise ApuError(f"{LIBRARY} is not built (looked in {', '.join(tried)}); run ./build.sh or `pip install -e .`")
+    raise ApuError(
+        f"{LIBRARY} is not built (looked in {', '.join(tried)}); run ./build.sh or `pip install -e .`"
+    )
 
 
 def open_library() -> tuple[Any, Any, Path]:
@@ -72,14 +77,22 @@ def check_abi(ffi: Any, lib: Any, path: Path) -> None:
         raise ApuError(f"{path}: expected ABI version {lib.APU_ABI_VERSION}, found {found}; {_REBUILD}")
     native = {
         name: [int(number) for number in numbers]
-        for name, *numbers in (line.split() for line in ffi.string(lib.apu_abi_layout()).decode().splitlines())
+        for name, *numbers in (
+            line.split() for line in ffi.string(lib.apu_abi_layout()).decode().splitlines()
+        )
     }
     for name in ffi.list_types()[0]:
         type_ = ffi.typeof(name)
-        if type_.kind != "struct" or type_.fields is None:
+        if type_.kind != "struct":
             continue
-        expected = [ffi.sizeof(type_), *(field.offset for _, field in type_.fields)]
+        try:
+            size = ffi.sizeof(type_)  # before `fields`: cffi fills them in lazily
+        except ffi.error:
+            continue  # opaque
+        expected = [size, *(field.offset for _, field in type_.fields)]
         if native.pop(name, None) != expected:
             raise ApuError(f"{path}: struct {name} is laid out differently from apu.h; {_REBUILD}")
     if native:
-        raise ApuError(f"{path}: struct {next(iter(native))} is not in the generated declarations; {_REBUILD}")
+        raise ApuError(
+            f"{path}: struct {next(iter(native))} is not in the generated declarations; {_REBUILD}"
+        )

@@ -1,0 +1,259 @@
+"""Architectures by GGUF's `general.architecture`: from a model file to a plan on a device.
+
+`describe` and `plan` need only the header, so context and memory can be chosen before anything is mapped;
+`load` puts the same plan on a device over the mapped files. A new architecture is one file with `read` and
+`build`, and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from apu_engine._native import PAGE_TOKENS, Device, Region, lib
+from apu_engine.arch import gemma3, llama
+from apu_engine.arch.blocks import Blocks
+from apu_engine.arch.config import Config
+from apu_engine.errors import ConfigError, ModelError
+from apu_engine.plan import DeviceBinder, Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec
+from apu_engine.plan.builder import PRECISIONS
+from apu_engine.plan.weights import Binder, MappedFile
+from apu_engine.weights.model_file import ModelFile
+
+ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3}
+KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """`ctx` tokens per sequence, pages reserved for `parallel` such sequences; limits of one step.
+
+    `kv_type` "auto" is f32 when all matrices are F32, else f16. `precision` "exact" keeps activations in
+    float.
+    """
+
+    ctx: int
+    parallel: int = 1
+    max_rows: int = 512
+    max_sequences: int = 8
+    max_outputs: int = 64
+    kv_type: str = "auto"
+    precision: str = "default"
+
+    def __post_init__(self) -> None:
+        for name in ("ctx", "parallel", "max_rows", "max_sequences", "max_outputs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}", name)
+        if self.kv_type not in ("auto", *KV_TYPES):
+            raise ConfigError(
+                f"kv_type: expected auto, {', '.join(KV_TYPES)}, found {self.kv_type!r}", "kv_type"
+            )
+        if self.precision not in PRECISIONS:
+            raise ConfigError(
+                f"precision: expected one of {', '.join(PRECISIONS)}, found {self.precision!r}", "precision"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """States that share page tables.
+
+    `window` 0: all tokens; `page_bytes_total`: one page id in all its states.
+    """
+
+    window: int
+    page_count: int
+    page_bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the header tells.
+
+    `kv_bytes_per_token` has one entry per group, windowed groups stop growing at `windows`.
+    """
+
+    architecture: str
+    context_trained: int
+    layers: int
+    vocabulary: int
+    hidden_size: int
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: tuple[int, ...]
+    windows: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A plan on a device with its memory. Close it before the mappings and the device."""
+
+    plan: Plan
+    groups: tuple[GroupSpec, ...]
+    vocabulary: int
+    layers: int
+    hidden_size: int
+    context_trained: int
+    kv_bytes: int  # reserved; committed page by page as they are written
+    scratch_bytes: int
+    weight_bytes: int
+    options: PlanOptions
+    _binder: DeviceBinder
+    _regions: list[Region]
+
+    def close(self) -> None:
+        """Waits for what runs, then frees plan, states and registrations. Harmless twice."""
+        self.plan.destroy()
+        for region in self._regions:
+            region.free()
+        self._regions.clear()
+        self._binder.free()
+
+
+def architecture(model: ModelFile) -> ModuleType:
+    """The module that builds this model. Raises ModelError listing what is supported."""
+    name = model.architecture
+    if name not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ModelError(
+            f"{model.path}: architecture {name!r} is not supported; supported are {supported}", (name,)
+        )
+    return ARCHITECTURES[name]
+
+
+def describe(model: ModelFile, kv_type: str = "auto") -> ModelInfo:
+    """The model's size and needs, from metadata alone; its tensors' shapes are checked too.
+
+    Raises ModelError for an architecture or tensor type without support, FormatError for metadata that cannot
+    be right.
+    """
+    config: Config = architecture(model).read(model)
+    spec = plan(model, PlanOptions(ctx=1, kv_type=kv_type))
+    per_token = [0] * spec.group_count
+    for state in spec.states:
+        per_token[state.group] += state.token_bytes
+    return ModelInfo(
+        architecture=model.architecture,
+        context_trained=config.context,
+        layers=config.layers,
+        vocabulary=config.V,
+        hidden_size=config.D,
+        parameters=sum(tensor.elements for tensor in model.tensors.values()),
+        weight_bytes=model.weight_bytes,
+        kv_bytes_per_token=tuple(per_token),
+        windows=_group_windows(config),
+    )
+
+
+def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -> PlanSpec:
+    """The plan as data; without a binder weights have file offsets for addresses.
+
+    To list, check and estimate.
+    """
+    module = architecture(model)
+    config: Config = module.read(model)
+    limits = Limits(options.max_rows, options.max_sequences, options.max_outputs, options.ctx, config.V)
+    builder = PlanBuilder(binder or OfflineBinder(), limits, config.dims, options.precision)
+    blocks = Blocks(model, config, builder)
+    windows = _group_windows(config)
+    dtype = _kv_dtype(model, options.kv_type)
+    for layer in blocks.layers():
+        group = windows.index(config.windows[layer])
+        pages = page_count(options, config.windows[layer])
+        blocks.caches.append(builder.kv_cache(group, config.windows[layer], pages, dtype))
+    module.build(blocks)
+    return builder.finish()
+
+
+def load(
+    model: ModelFile,
+    mappings: Sequence[MappedFile],
+    device: Device,
+    options: PlanOptions,
+    strategy: str = "auto",
+) -> LoadedModel:
+    """Registers the mapped files (one per `model.files`), reserves the states, creates the plan.
+
+    Raises what `describe` does, and NativeError when the device refuses.
+    """
+    if len(mappings) != len(model.files):
+        raise ModelError(f"{model.path}: expected {len(model.files)} mappings, found {len(mappings)}")
+    plan(model, options)  # every complaint about the file comes before anything is registered
+    binder = DeviceBinder(device, mappings, strategy)
+    regions: list[Region] = []
+    try:
+        spec = plan(model, options, binder)
+        for state in spec.states:
+            region = Region.alloc(device, state.page_bytes * state.page_count)
+            regions.append(region)
+            state.address = region.address
+        native = Plan(device, spec)
+    except BaseException:
+        for region in regions:
+            region.free()
+        binder.free()
+        raise
+    config: Config = architecture(model).read(model)
+    return LoadedModel(
+        plan=native,
+        groups=groups(spec),
+        vocabulary=config.V,
+        layers=config.layers,
+        hidden_size=config.D,
+        context_trained=config.context,
+        kv_bytes=spec.state_bytes,
+        scratch_bytes=native.scratch_bytes,
+        weight_bytes=model.weight_bytes,
+        options=options,
+        _binder=binder,
+        _regions=regions,
+    )
+
+
+def groups(spec: PlanSpec) -> tuple[GroupSpec, ...]:
+    """One GroupSpec per page-table group of a plan."""
+    out = []
+    for group in range(spec.group_count):
+        states = [state for state in spec.states if state.group == group]
+        out.append(
+            GroupSpec(states[0].window, states[0].page_count, sum(state.page_bytes for state in states))
+        )
+    return tuple(out)
+
+
+def page_count(options: PlanOptions, window: int) -> int:
+    """Pages of a group for `parallel` sequences: `ctx` tokens each, or what a window and a step touch."""
+    full = -(-options.ctx // PAGE_TOKENS)
+    if window:
+        span = (
+            window + options.max_rows - 1
+        )  # tokens that the first and the last row of a step reach together
+        full = min(full, (span + PAGE_TOKENS - 2) // PAGE_TOKENS + 1)
+    return full * options.parallel
+
+
+def _group_windows(config: Config) -> tuple[int, ...]:
+    """The distinct windows, full attention first."""
+    return tuple(sorted(set(config.windows)))
+
+
+def _kv_dtype(model: ModelFile, kv_type: str) -> int:
+    if kv_type != "auto":
+        return KV_TYPES[kv_type]
+    matrices = {tensor.dtype for tensor in model.tensors.values() if len(tensor.shape) > 1}
+    return KV_TYPES["f32" if matrices <= {lib.APU_F32} else "f16"]
+
+
+__all__ = [
+    "ARCHITECTURES",
+    "GroupSpec",
+    "LoadedModel",
+    "ModelInfo",
+    "PlanOptions",
+    "describe",
+    "groups",
+    "load",
+    "page_count",
+    "plan",
+]

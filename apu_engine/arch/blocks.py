@@ -1,0 +1,168 @@
+"""What architectures share: tensors bound by canonical GGUF name with their shapes checked, and the common
+half-layers.
+
+A Blocks object is one model being built: its file, hyperparameters and plan builder. Matrices may have any
+type with a kernel; norms, biases and rotary factors are float32, as every GGUF writer stores them. Tensors
+nobody asks for are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from apu_engine._native import lib
+from apu_engine.arch.config import Config
+from apu_engine.errors import FormatError, ModelError
+from apu_engine.plan.builder import PlanBuilder
+from apu_engine.plan.spec import State, Tensor
+from apu_engine.weights.ggml_types import type_name
+from apu_engine.weights.model_file import ModelFile, TensorRef
+
+MATRIX_TYPES: frozenset[int] = frozenset(
+    (
+        lib.APU_F32,
+        lib.APU_F16,
+        lib.APU_BF16,
+        lib.APU_Q4_0,
+        lib.APU_Q4_1,
+        lib.APU_Q5_0,
+        lib.APU_Q5_1,
+        lib.APU_Q8_0,
+        lib.APU_Q2_K,
+        lib.APU_Q3_K,
+        lib.APU_Q4_K,
+        lib.APU_Q5_K,
+        lib.APU_Q6_K,
+    )
+)
+VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32,))
+
+
+class Blocks:
+    """`b.matrix("attn_q", "H*d D")` binds `blk.<layer>.attn_q.weight`; outside the layers names have no
+    prefix.
+
+    `caches` has K and V of each layer. Raises FormatError naming the tensor that is missing or mis-shaped,
+    ModelError naming those whose type has no kernel.
+    """
+
+    def __init__(self, model: ModelFile, config: Config, builder: PlanBuilder) -> None:
+        self.model = model
+        self.config = config
+        self.builder = builder
+        self.caches: list[tuple[State, State]] = []
+
+    def layers(self) -> Iterator[int]:
+        """Layer numbers; what is emitted meanwhile belongs to that layer."""
+        for layer in range(self.config.layers):
+            self.builder.layer = layer
+            yield layer
+        self.builder.layer = -1
+
+    # ------------------------------------------------------------ tensors
+
+    def matrix(self, name: str, letters: str) -> Tensor:
+        return self._bind(f"{name}.weight", letters, MATRIX_TYPES)
+
+    def vector(self, name: str, letters: str = "D") -> Tensor:
+        return self._bind(f"{name}.weight", letters, VECTOR_TYPES)
+
+    def bias(self, name: str, letters: str) -> Tensor | None:
+        """The bias that belongs to a matrix, when the file has one."""
+        return self._bind(f"{name}.bias", letters, VECTOR_TYPES) if self.has(f"{name}.bias") else None
+
+    def has(self, name: str) -> bool:
+        return self._full(name) in self.model.tensors
+
+    def _full(self, name: str) -> str:
+        layer = self.builder.layer
+        return f"blk.{layer}.{name}" if layer >= 0 else name
+
+    def _bind(self, name: str, letters: str, types: frozenset[int]) -> Tensor:
+        ref = self.model.tensors.get(self._full(name))
+        shape = self.builder.shape(letters)
+        if ref is None:
+            raise self._fail(self._full(name), f"is missing; expected shape ({letters}) = {shape}")
+        if ref.shape != shape:
+            raise self._fail(ref.name, f"expected shape ({letters}) = {shape}, found {ref.shape}")
+        if ref.dtype not in types:
+            raise self._unsupported(ref, types)
+        return self.builder.weight(ref, letters)
+
+    def _fail(self, tensor: str, problem: str) -> FormatError:
+        return self.model.fail(f'tensor "{tensor}"', problem)
+
+    def _unsupported(self, ref: TensorRef, types: frozenset[int]) -> ModelError:
+        others = [t.name for t in self.model.tensors.values() if t.dtype == ref.dtype]
+        known = ", ".join(type_name(dtype) for dtype in sorted(types))
+        return ModelError(
+            f'{self.model.path}: tensor "{ref.name}" has type {ref.type_name}, which has no kernel here '
+            f"({len(others)} tensors have it); expected one of {known}. Use a file quantised to one of these",
+            others,
+        )
+
+    # ------------------------------------------------------------ parts of a forward pass
+
+    def embed(self) -> Tensor:
+        """(T, D): the residual stream."""
+        return self.builder.embed(self.matrix("token_embd", "V D"), self.config.embedding_scale)
+
+    def attention(self, x: Tensor, layer: int, *, head_norms: bool = False) -> Tensor:
+        """Norm, q, k, v, rotary embedding, cache and attention of one layer: (T, D) -> (T, H*d)."""
+        c, b = self.config, self.builder
+        letters = {"attn_q": "H*d", "attn_k": "K*d", "attn_v": "K*d"}
+        q, k, v = b.matmul(
+            ("q", "k", "v"),
+            x,
+            [self.matrix(name, f"{rows} D") for name, rows in letters.items()],
+            biases=[self.bias(name, rows) for name, rows in letters.items()],
+            norm=self.vector("attn_norm"),
+            eps=c.eps,
+        )
+        factors = self._rope_factors() if c.rope_factors and not c.windows[layer] else None
+        b.rope_store(
+            q,
+            k,
+            v,
+            c.ropes[layer],
+            self.caches[layer],
+            q_norm=self.vector("attn_q_norm", "d") if head_norms else None,
+            k_norm=self.vector("attn_k_norm", "d") if head_norms else None,
+            eps=c.eps,
+            factors=factors,
+        )
+        return b.attention(q, self.caches[layer], c.attention_scale, c.attention_softcap)
+
+    def _rope_factors(self) -> Tensor:
+        layer, self.builder.layer = self.builder.layer, -1
+        try:
+            return self.vector("rope_freqs", "r")
+        finally:
+            self.builder.layer = layer
+
+    def attention_output(self, attended: Tensor, residual: Tensor | None) -> Tensor:
+        """(T, H*d) -> (T, D), added to `residual` in place when there is one."""
+        return self._project("attn_output", attended, "D H*d", residual)
+
+    def feed_forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Norm and gated feed-forward: (T, D) -> (T, D), added to `residual` in place when there is one."""
+        c = self.config
+        gate, up = self.matrix("ffn_gate", "F D"), self.matrix("ffn_up", "F D")
+        hidden = self.builder.glu("ffn", x, gate, up, c.activation, self.vector("ffn_norm"), c.eps)
+        return self._project("ffn_down", hidden, "D F", residual)
+
+    def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:
+        biases: Sequence[Tensor | None] = (self.bias(name, "D"),)
+        matrix = self.matrix(name, letters)
+        (out,) = self.builder.matmul((name,), x, [matrix], biases=biases, residual=residual, out=residual)
+        return out
+
+    def head(self, x: Tensor) -> None:
+        """Final norm, logits and sampling; without an output matrix the embedding table serves (tied)."""
+        c = self.config
+        hidden = self.builder.gather_norm(x, self.vector("output_norm"), c.eps)
+        name = "output" if self.has("output.weight") else "token_embd"
+        (logits,) = self.builder.matmul(
+            ("logits",), hidden, [self.matrix(name, "V D")], softcap=c.final_softcap
+        )
+        self.builder.sample(logits)

@@ -1,0 +1,200 @@
+"""A model's hyperparameters, read from metadata that may lie: every value has a range and agrees with the
+others.
+
+Key names are those of the GGUF specification, below the architecture's own prefix ("llama.block_count"). What
+the file leaves out gets the value that the format documents. Shapes are checked against these numbers when
+tensors are bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from apu_engine.plan.builder import Rope
+from apu_engine.weights.model_file import ModelFile
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20  # of any dimension but the vocabulary
+MAX_HEADS = 4096
+MAX_HEAD_SIZE = 1024
+MAX_VOCABULARY = 1 << 24
+MAX_CONTEXT = 1 << 27
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A decoder-only transformer. Tuples have one entry per layer; window 0 sees all tokens."""
+
+    layers: int
+    D: int
+    H: int
+    K: int
+    d: int
+    F: int
+    V: int
+    eps: float
+    context: int
+    windows: tuple[int, ...]
+    ropes: tuple[Rope, ...]
+    rope_factors: bool  # rope_freqs.weight applies
+    attention_scale: float
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The shape letters; r is the number of rotated pairs."""
+        r = self.ropes[0].dims // 2
+        return {"D": self.D, "H": self.H, "K": self.K, "d": self.d, "F": self.F, "V": self.V, "r": r}
+
+
+class Keys:
+    """Metadata under the architecture's prefix."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self.model = model
+        self.prefix = model.architecture
+
+    def name(self, key: str) -> str:
+        return f"{self.prefix}.{key}"
+
+    def has(self, key: str) -> bool:
+        return self.name(key) in self.model.metadata
+
+    def integer(self, key: str, lo: int, hi: int, **default: Any) -> int:
+        return int(self.model.get_int(self.name(key), lo=lo, hi=hi, **default))
+
+    def number(self, key: str, lo: float, hi: float, **default: Any) -> float:
+        return float(self.model.get_float(self.name(key), lo=lo, hi=hi, **default))
+
+    def uniform(self, key: str, layers: int, lo: int, hi: int, **default: Any) -> int:
+        """An integer that may be stored per layer, but must be the same in all."""
+        values = self.model.get_per_layer(self.name(key), layers, lo=lo, hi=hi, **default)
+        if len(set(values)) != 1:
+            raise self.fail(
+                key, f"differs between layers ({', '.join(map(str, values[:8]))}...), which is not supported"
+            )
+        return int(values[0])
+
+    def fail(self, key: str, problem: str) -> Exception:
+        return self.model.fail(self.name(key), problem)
+
+
+def read_common(
+    model: ModelFile,
+    *,
+    head_size: int | None = None,
+    activation: str,
+    rope_style: int,
+    rope_base: float = 10000.0,
+) -> tuple[Keys, dict[str, Any]]:
+    """(keys, the Config fields that all architectures share).
+
+    `head_size` is the default where the file has none.
+    """
+    keys = Keys(model)
+    layers = keys.integer("block_count", 1, MAX_LAYERS)
+    D = keys.integer("embedding_length", 1, MAX_WIDTH)
+    H = keys.uniform("attention.head_count", layers, 1, MAX_HEADS)
+    K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)
+    if H % K:
+        raise keys.fail("attention.head_count_kv", f"{K} does not divide the head count {H}")
+    if head_size is None and not keys.has("attention.key_length") and D % H:
+        raise keys.fail(
+            "attention.head_count",
+            f"{H} heads do not divide embedding_length {D}, and no key_length is given",
+        )
+    d = keys.integer("attention.key_length", 1, MAX_HEAD_SIZE, default=head_size or D // H)
+    if not 1 <= d <= MAX_HEAD_SIZE:
+        raise keys.fail("attention.head_count", f"a head of {d} values; expected 1 to {MAX_HEAD_SIZE}")
+    value = keys.integer("attention.value_length", 1, MAX_HEAD_SIZE, default=d)
+    if value != d:
+        raise keys.fail(
+            "attention.value_length", f"expected {d}, the key length, found {value}: not supported"
+        )
+    rope = read_rope(keys, d, rope_style, rope_base)
+    fields: dict[str, Any] = {
+        "layers": layers,
+        "D": D,
+        "H": H,
+        "K": K,
+        "d": d,
+        "F": keys.uniform("feed_forward_length", layers, 1, MAX_WIDTH),
+        "V": _vocabulary(keys),
+        "eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
+        "context": keys.integer("context_length", 1, MAX_CONTEXT),
+        "windows": (0,) * layers,
+        "ropes": (rope,) * layers,
+        "rope_factors": "rope_freqs.weight" in model.tensors,
+        "attention_scale": keys.number("attention.scale", 1e-6, 1e3, default=d**-0.5),
+        "activation": activation,
+    }
+    if not model.get_bool(keys.name("attention.causal"), default=True):
+        raise keys.fail("attention.causal", "expected true: encoders are not supported")
+    if keys.integer("expert_count", 0, 1 << 16, default=0):
+        raise keys.fail("expert_count", "mixtures of experts are not supported for this architecture")
+    return keys, fields
+
+
+def _vocabulary(keys: Keys) -> int:
+    """Rows of the embedding table, which metadata and tokenizer must agree with."""
+    model = keys.model
+    table = model.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise model.fail(
+            'tensor "token_embd.weight"', "is missing or not a matrix; expected the (V, D) embedding table"
+        )
+    rows = table.shape[0]
+    if rows > MAX_VOCABULARY:
+        raise model.fail(
+            'tensor "token_embd.weight"', f"expected at most {MAX_VOCABULARY:,} rows, found {rows:,}"
+        )
+    claimed = keys.integer("vocab_size", 1, MAX_VOCABULARY, default=rows)
+    if claimed != rows:
+        raise keys.fail("vocab_size", f"expected {rows:,}, the rows of token_embd.weight, found {claimed:,}")
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) > rows:
+        raise model.fail(
+            "tokenizer.ggml.tokens", f"{len(tokens):,} tokens, but token_embd.weight has only {rows:,} rows"
+        )
+    return rows
+
+
+def read_rope(keys: Keys, head_size: int, style: int, default_base: float) -> Rope:
+    """Rotary embedding with its scaling: none, linear or yarn; llama3's factors come as a tensor."""
+    dims = keys.integer("rope.dimension_count", 2, head_size, default=head_size)
+    if dims % 2:
+        raise keys.fail("rope.dimension_count", f"expected an even number, found {dims}")
+    base = keys.number("rope.freq_base", 1.0, 1e12, default=default_base)
+    kind = keys.model.get_str(keys.name("rope.scaling.type"), default="")
+    legacy = keys.number("rope.scale_linear", 1e-3, 1e6, default=1.0)
+    factor = keys.number("rope.scaling.factor", 0.0, 1e6, default=0.0) or legacy  # 0 is written for "none"
+    if kind in ("", "none"):
+        kind = "linear" if kind == "" and factor != 1.0 else "none"
+    if kind == "none":
+        return Rope(dims, style, base)
+    if factor < 1.0:
+        raise keys.fail("rope.scaling.factor", f"expected at least 1, found {factor}")
+    magnitude = keys.number("rope.scaling.attn_factor", 1e-3, 1e3, default=1.0)
+    if kind == "linear":
+        return Rope(dims, style, base, 1.0 / factor, magnitude=magnitude)
+    if kind != "yarn":
+        raise keys.fail("rope.scaling.type", f"expected none, linear or yarn, found {kind!r}: not supported")
+    original = keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT)
+    return Rope(
+        dims,
+        style,
+        base,
+        1.0 / factor,
+        extrapolation=keys.number("rope.scaling.yarn_ext_factor", 0.0, 1.0, default=1.0),
+        magnitude=keys.number("rope.scaling.yarn_attn_factor", 1e-3, 1e3, default=magnitude)
+        * (1.0 + 0.1 * math.log(factor)),
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
+        original_context=original,
+    )

@@ -1,0 +1,28 @@
+"""Plans: built from op methods over named tensors, placed in an arena, listed, and run step by step."""
+
+from __future__ import annotations
+
+from apu_engine.plan.builder import PlanBuilder, Rope
+from apu_engine.plan.plan import Event, Plan
+from apu_engine.plan.spec import Limits, PlanSpec, State, Tensor
+from apu_engine.plan.step import HIDDEN, LOGITS, MAX_TOP, SAMPLE, TOP, Step
+from apu_engine.plan.weights import DeviceBinder, OfflineBinder
+
+__all__ = [
+    "HIDDEN",
+    "LOGITS",
+    "MAX_TOP",
+    "SAMPLE",
+    "TOP",
+    "DeviceBinder",
+    "Event",
+    "Limits",
+    "OfflineBinder",
+    "Plan",
+    "PlanBuilder",
+    "PlanSpec",
+    "Rope",
+    "State",
+    "Step",
+    "Tensor",
+]

@@ -1,0 +1,325 @@
+"""Emits a plan: one small method per op, each checking shapes where a mistake is made, not where it surfaces.
+
+An architecture calls these in the order of its forward pass; the result holds for any number of rows. Shapes
+are written in letters ("T H*d") that `dims` resolves, so that an error and the dump speak the language of the
+model. Scratch is named after the layer and the method's `name`; the arena is laid out at the end, in
+`finish`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from apu_engine._native import NONE, lib
+from apu_engine.errors import ApuError
+from apu_engine.plan.liveness import place
+from apu_engine.plan.spec import Limits, Op, PlanSpec, Segment, State, Tensor
+from apu_engine.plan.weights import Binder
+from apu_engine.weights.model_file import TensorRef
+
+ACTIVATIONS: dict[str, int] = {
+    "silu": lib.APU_ACT_SILU,
+    "gelu_tanh": lib.APU_ACT_GELU_TANH,
+    "gelu_erf": lib.APU_ACT_GELU_ERF,
+}
+PRECISIONS: dict[str, int] = {"default": lib.APU_PRECISION_DEFAULT, "exact": lib.APU_PRECISION_EXACT}
+ROPE_PAIRS: int = lib.APU_ROPE_PAIRS
+ROPE_HALVES: int = lib.APU_ROPE_HALVES
+MAX_MATRICES = 4  # of one matmul op
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotation of pair i of a head's first `dims` by position * frequency_scale * base^(-2i/dims) / factor_i.
+
+    YaRN (arXiv 2309.00071) mixes in the unscaled frequencies by `extrapolation`, between the dimensions that
+    turn `beta_fast` and `beta_slow` times over `original_context` tokens. sin and cos are multiplied by
+    `magnitude`.
+    """
+
+    dims: int
+    style: int = ROPE_PAIRS
+    base: float = 10000.0
+    frequency_scale: float = 1.0
+    extrapolation: float = 0.0
+    magnitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_context: int = 0
+
+
+class PlanBuilder:
+    """Collects tensors, states and ops; `layer` is stamped on what is added, -1 outside the layers.
+
+    `dims` gives the letters' sizes; T and O are the limits' rows and outputs.
+    """
+
+    def __init__(
+        self, binder: Binder, limits: Limits, dims: Mapping[str, int], precision: str = "default"
+    ) -> None:
+        self.layer = -1
+        self._binder = binder
+        self._spec = PlanSpec(limits, dict(dims))
+        self._dims = {**dims, "T": limits.max_rows, "O": limits.max_outputs}
+        self._precision = PRECISIONS[precision]
+        self._weights: dict[str, Tensor] = {}
+
+    # ------------------------------------------------------------ tensors and states
+
+    def shape(self, letters: str) -> tuple[int, ...]:
+        """ "T H*d" -> (512, 576)."""
+        return tuple(math.prod(self._dims[letter] for letter in axis.split("*")) for axis in letters.split())
+
+    def weight(self, ref: TensorRef, letters: str) -> Tensor:
+        """The weight tensor for `ref`; the same one when it is asked for twice (tied output)."""
+        found = self._weights.get(ref.name)
+        if found is None:
+            found = self._add(
+                ref.name, letters, ref.shape, ref.dtype, lib.APU_ROWS_FIXED, self._binder.segments(ref)
+            )
+            self._weights[ref.name] = found
+        return found
+
+    def scratch(self, name: str, letters: str) -> Tensor:
+        """A float32 scratch tensor; a leading T or O makes its rows those of the step."""
+        rows = {"T": lib.APU_ROWS_STEP, "O": lib.APU_ROWS_OUTPUT}.get(letters.split()[0], lib.APU_ROWS_FIXED)
+        prefix = f"blk.{self.layer}." if self.layer >= 0 else ""
+        return self._add(prefix + name, letters, self.shape(letters), lib.APU_F32, rows, ())
+
+    def _add(
+        self,
+        name: str,
+        letters: str,
+        shape: tuple[int, ...],
+        dtype: int,
+        rows: int,
+        segments: tuple[Segment, ...],
+    ) -> Tensor:
+        tensor = Tensor(len(self._spec.tensors), name, letters, shape, dtype, rows, segments)
+        self._spec.tensors.append(tensor)
+        return tensor
+
+    def kv_cache(self, group: int, window: int, page_count: int, dtype: int) -> tuple[State, State]:
+        """K and V of the current layer, (pages, K, 128, d); `window` tokens are seen, 0 means all."""
+        return (
+            self._add_state("cache_k", group, window, page_count, dtype),
+            self._add_state("cache_v", group, window, page_count, dtype),
+        )
+
+    def _add_state(self, name: str, group: int, window: int, page_count: int, dtype: int) -> State:
+        state = State(
+            id=len(self._spec.states),
+            name=f"blk.{self.layer}.{name}",
+            dtype=dtype,
+            layer=self.layer,
+            group=group,
+            window=window,
+            heads=self._dims["K"],
+            head_size=self._dims["d"],
+            page_count=page_count,
+        )
+        self._spec.states.append(state)
+        return state
+
+    # ------------------------------------------------------------ ops, in the order of a forward pass
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
+        """(V, D) -> (T, D): the rows of the step's tokens, times `scale`."""
+        out = self.scratch("x", "T D")
+        self._expect(table, "V D")
+        self._op(lib.APU_OP_EMBED, outputs=(out,), weights=(table,), floats=(scale,))
+        return out
+
+    def rms_norm(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, D) -> (T, D): x / rms(x) * weight, plus `residual`, which may be `out` itself."""
+        out = out or self.scratch(name, x.letters)
+        self._expect(weight, x.letters.split()[-1])
+        self._op(lib.APU_OP_RMS_NORM, inputs=(x, residual), outputs=(out,), weights=(weight,), floats=(eps,))
+        return out
+
+    def matmul(
+        self,
+        names: Sequence[str],
+        x: Tensor,
+        matrices: Sequence[Tensor],
+        *,
+        biases: Sequence[Tensor | None] = (),
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        softcap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(T, K) by up to four (N, K) -> one (T, N) each: norm(x) W^T + bias, plus `residual` on the first.
+
+        `out` takes the first result in place of a new tensor; it may be `residual` itself.
+        """
+        if not 1 <= len(matrices) <= MAX_MATRICES or len(names) != len(matrices):
+            raise ApuError(
+                f"matmul {names}: expected 1 to {MAX_MATRICES} matrices, one name each, found {len(matrices)}"
+            )
+        rows = x.letters.split()[0]
+        outputs = []
+        for i, (name, matrix) in enumerate(zip(names, matrices, strict=True)):
+            self._expect_columns(matrix, x)
+            given = out if i == 0 else None
+            outputs.append(given or self.scratch(name, f"{rows} {matrix.letters.split()[0]}"))
+        self._matmul(
+            x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, self._precision), eps, residual, softcap
+        )
+        return tuple(outputs)
+
+    def glu(
+        self, name: str, x: Tensor, gate: Tensor, up: Tensor, activation: str, norm: Tensor | None, eps: float
+    ) -> Tensor:
+        """(T, D) -> (T, F): act(norm(x) gate^T) * (norm(x) up^T)."""
+        self._expect_columns(gate, x)
+        self._expect_columns(up, x)
+        out = self.scratch(name, f"T {gate.letters.split()[0]}")
+        ints = (ACTIVATIONS[activation], self._precision)
+        self._matmul(x, [out], [gate, up], (), norm, ints, eps, None, 0.0)
+        return out
+
+    def _matmul(
+        self,
+        x: Tensor,
+        outputs: Sequence[Tensor],
+        matrices: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        norm: Tensor | None,
+        ints: tuple[int, int],
+        eps: float,
+        residual: Tensor | None,
+        softcap: float,
+    ) -> None:
+        if norm is not None:
+            self._expect(norm, x.letters.split()[-1])
+        if residual is not None and residual.shape != outputs[0].shape:
+            raise ApuError(
+                f'"{outputs[0].name}": residual "{residual.name}" has another shape, {residual.letters}'
+            )
+        absent: list[Tensor | None] = [None] * (MAX_MATRICES - len(matrices))
+        self._op(
+            lib.APU_OP_MATMUL,
+            inputs=(x, residual),
+            outputs=outputs,
+            weights=[norm, *matrices, *absent, *biases],
+            ints=ints,
+            floats=(eps, softcap),
+        )
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope,
+        cache: tuple[State, State],
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        factors: Tensor | None = None,
+    ) -> None:
+        """q (T, H*d) in place, k and v (T, K*d) to the cache; per-head norms first, then the rotation."""
+        for tensor, letters in ((q, "T H*d"), (k, "T K*d"), (v, "T K*d")):
+            self._expect(tensor, letters)
+        self._op(
+            lib.APU_OP_ROPE_STORE,
+            inputs=(q, k, v),
+            outputs=(q,),
+            weights=(q_norm, k_norm, factors),
+            states=cache,
+            ints=(rope.dims, rope.style, rope.original_context),
+            floats=(
+                eps,
+                rope.base,
+                rope.frequency_scale,
+                rope.extrapolation,
+                rope.magnitude,
+                rope.beta_fast,
+                rope.beta_slow,
+            ),
+        )
+
+    def attention(self, q: Tensor, cache: tuple[State, State], scale: float, softcap: float = 0.0) -> Tensor:
+        """(T, H*d) -> (T, H*d).
+
+        Softmax(scale q k^T) v over each row's sequence, within the cache's window.
+        """
+        out = self.scratch("attention", "T H*d")
+        self._op(lib.APU_OP_ATTENTION, inputs=(q,), outputs=(out,), states=cache, floats=(scale, softcap))
+        return out
+
+    def gather_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(T, D) -> (O, D): the normed rows of the step's outputs."""
+        self._expect(weight, "D")
+        out = self.scratch("hidden", "O D")
+        self._op(lib.APU_OP_GATHER_NORM, inputs=(x,), outputs=(out,), weights=(weight,), floats=(eps,))
+        return out
+
+    def sample(self, logits: Tensor) -> None:
+        """(O, V) -> what each output asked for."""
+        self._expect(logits, "O V")
+        self._op(lib.APU_OP_SAMPLE, inputs=(logits,))
+
+    def finish(self) -> PlanSpec:
+        """Places the scratch and returns the plan: everything before `sample` is the slice "forward"."""
+        spec = self._spec
+        spec.arena_bytes = place(spec.tensors, spec.ops)
+        last = len(spec.ops)
+        spec.slices = {"forward": (0, last - 1), "sample": (last - 1, last)}
+        if spec.ops[-1].kind != lib.APU_OP_SAMPLE:
+            raise ApuError("a plan ends with sample")
+        return spec
+
+    # ------------------------------------------------------------ helpers
+
+    def _op(
+        self,
+        kind: int,
+        *,
+        inputs: Sequence[Tensor | None] = (),
+        outputs: Sequence[Tensor] = (),
+        weights: Sequence[Tensor | None] = (),
+        states: Sequence[State] = (),
+        ints: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+    ) -> None:
+        def ids(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
+            return tuple(NONE if tensor is None else tensor.id for tensor in tensors)
+
+        op = Op(
+            kind,
+            self.layer,
+            ids(inputs),
+            ids(outputs),
+            ids(weights),
+            tuple(state.id for state in states),
+            ints,
+            floats,
+        )
+        self._spec.ops.append(op)
+
+    def _expect(self, tensor: Tensor, letters: str) -> None:
+        expected = self.shape(letters)
+        if tensor.shape != expected:
+            raise ApuError(
+                f'tensor "{tensor.name}": expected shape ({letters}) = {expected}, found {tensor.shape}'
+            )
+
+    def _expect_columns(self, matrix: Tensor, x: Tensor) -> None:
+        if len(matrix.shape) != 2 or matrix.shape[1] != x.shape[1]:
+            raise ApuError(
+                f"matrix {matrix.name}: expected (N, {x.shape[1]}) to multiply {x.name}, found {matrix.shape}"
+            )
