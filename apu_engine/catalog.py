@@ -21,9 +21,7 @@ from typing import Any
 from .errors import ApuError, ConfigError
 
 DEMO = "smollm2-135m-instruct"
-_OVERHEAD_BYTES = (
-    1_000_000_000  # scratch, interpreter and headroom that a running model needs besides weights and KV
-)
+_OVERHEAD_BYTES = 1_000_000_000  # scratch, interpreter and headroom that a running model needs besides weights and KV
 _SUGGESTED_CTX = 8192
 
 
@@ -101,9 +99,7 @@ def fetch(name: str, say: Callable[[str], None] = print) -> Path:
                     digest.update(block)
                     out.write(block)
         if digest.hexdigest() != entry.sha256:
-            raise ApuError(
-                f"{entry.file}: SHA-256 is {digest.hexdigest()}, expected {entry.sha256}; nothing was kept"
-            )
+            raise ApuError(f"{entry.file}: SHA-256 is {digest.hexdigest()}, expected {entry.sha256}; nothing was kept")
         partial.replace(target)
     return target
 

@@ -85,9 +85,7 @@ def _dispatch(args: list[str]) -> int:
     if verb == "restart":
         running = _read(port)
         if running is None:
-            raise ApuError(
-                f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]"
-            )
+            raise ApuError(f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]")
         _stop(port)
         return _start(args or running.argv, port, foreground)
     return _start(args, port, foreground)
@@ -114,14 +112,10 @@ def _start(args: list[str], port: int, foreground: bool) -> int:
         os.execv(sys.executable, command)
     log = _state_dir() / f"server-{port}.log"
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     import psutil
 
-    started = Running(
-        process.pid, psutil.Process(process.pid).create_time(), host, port, model, str(log), args
-    )
+    started = Running(process.pid, psutil.Process(process.pid).create_time(), host, port, model, str(log), args)
     _pid_file(port).write_text(json.dumps(asdict(started)), "utf-8")
     try:
         health = _wait_ready(process, started)
