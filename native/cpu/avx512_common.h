@@ -1,0 +1,65 @@
+// Shared by the AVX-512 sources: intrinsics, inlining, constant tables, the canonical final sums.
+// Unnamed namespace and no C++ library calls: nothing compiled with these flags may be merged with, or stand in for,
+// code of another instruction-set level.
+#pragma once
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && defined(__GFNI__)
+#define APU_AVX512 1
+
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../quant/blocks.h"
+#include "kernels.h"
+
+// g++ 12 and 13 warn about the deliberately undefined operands inside their own intrinsics.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#define APU_INLINE inline __attribute__((always_inline))
+
+namespace apu::cpu::avx512 {
+namespace {
+
+// A zmm constant, filled at compile time by f(index).
+template <class T> struct alignas(64) Table {
+  T v[64 / sizeof(T)];
+  template <class F> constexpr explicit Table(F f) : v{} {
+    for (int i = 0; i < static_cast<int>(64 / sizeof(T)); i++) v[i] = static_cast<T>(f(i));
+  }
+  APU_INLINE operator __m512i() const { return _mm512_load_si512(v); }
+};
+
+APU_INLINE __m512i load512(const void *p) {
+  return _mm512_loadu_si512(p);
+}
+APU_INLINE __m256i load256(const void *p) {
+  return _mm256_loadu_si256(static_cast<const __m256i *>(p));
+}
+APU_INLINE __m128i load128(const void *p) {
+  return _mm_loadu_si128(static_cast<const __m128i *>(p));
+}
+
+// The lowest n bits of a mask of 64; n may be negative or above 64.
+APU_INLINE __mmask64 low_mask(int n) {
+  return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1;
+}
+
+// ((0+4)+(2+6)) + ((1+5)+(3+7)), see quant/activations.h
+APU_INLINE float sum8(__m256 v) {
+  const __m128 pairs = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 quads = _mm_add_ps(pairs, _mm_movehl_ps(pairs, pairs));
+  return _mm_cvtss_f32(_mm_add_ss(quads, _mm_movehdup_ps(quads)));
+}
+APU_INLINE float sum16(__m512 v) {
+  return sum8(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+}
+
+} // namespace
+} // namespace apu::cpu::avx512
+
+#endif

@@ -1,0 +1,382 @@
+// Eight consecutive 32-blocks of a weight row (eight legacy blocks, or one K-quant superblock) in registers.
+// Group<B>::load unpacks the file's bytes once to 256 unsigned integers and eight float scales; dot() multiplies them
+// with one row's int8 activations and returns the blocks' eight integers I_b in order, so that the canonical step
+// (quant/blocks.h) is one convert and one FMA per eight blocks. Sums inside a block go through 16-bit packs where
+// they provably fit: |weight| * 127 * terms < 2^15.
+// The integers keep the order in which the bytes fall out of the file's layout; activations are packed to match
+// (piece_offset), which costs nothing per weight row.
+#pragma once
+
+#include "avx512_common.h"
+
+#ifdef APU_AVX512
+
+namespace apu::cpu::avx512 {
+namespace {
+
+using namespace apu::quant;
+
+inline constexpr int kGroup = 256; // elements
+
+// Where 16-element piece h of 32-block b lies among a group's 256 unpacked integers and packed activations.
+enum class Order { natural, nibbles, pairs, split };
+template <Order O> constexpr int piece_offset(int b, int h) {
+  switch (O) {
+  case Order::natural: return 32 * b + 16 * h;
+  case Order::nibbles: return 128 * (b / 4) + 64 * h + 16 * (b % 4);                  // lows of 4, highs of 4
+  case Order::pairs: return 128 * (b / 4) + 64 * (b % 2) + 32 * (b / 2 % 2) + 16 * h; // 0 2 1 3 4 6 5 7
+  default: return 64 * (b % 4) + 32 * (b / 4) + 16 * h;                               // 0 4 1 5 2 6 3 7
+  }
+}
+
+APU_INLINE __m512i dot4(__m512i unsigned8, const int8_t *y) {
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), unsigned8, load512(y));
+}
+// 32-bit to 16-bit, then neighbours added: per 128-bit lane a0+a1, a2+a3, b0+b1, b2+b3.
+APU_INLINE __m512i add_pairs(__m512i a, __m512i b) {
+  return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
+}
+APU_INLINE __m256i add_lanes(__m512i v, const Table<int32_t> &first, const Table<int32_t> &second) {
+  return _mm256_add_epi32(_mm512_castsi512_si256(_mm512_permutexvar_epi32(first, v)),
+                          _mm512_castsi512_si256(_mm512_permutexvar_epi32(second, v)));
+}
+APU_INLINE __m256i load_correction(const int32_t *c) {
+  return load256(c);
+}
+
+template <class B> struct Group;
+
+// ---- legacy types with nibbles ------------------------------------------------------------------------------------
+// Four blocks (a quad, 72 to 96 bytes) come from one 64-byte load and one of the rest, merged by one byte permute.
+
+template <class B> struct NibbleGroup {
+  static constexpr Order kOrder = Order::nibbles;
+  static constexpr int kBytes = 8 * sizeof(B);
+  static constexpr int kQuad = 4 * sizeof(B);
+  static constexpr bool kFive = sizeof(B) == sizeof(Q5_0) || sizeof(B) == sizeof(Q5_1);
+  static constexpr bool kMin = Traits<B>::minimum == Minimum::per_block;
+  static constexpr int kRest = kQuad <= 72 ? 8 : kQuad <= 80 ? 16 : 32; // bytes of the second load
+  static constexpr int kSecond = kQuad - kRest;                         // its offset
+
+  __m512i q[4];
+  __m256 ws, wm;
+
+  struct Tail { // byte masks of the last group
+    __mmask64 first[2];
+    __mmask32 rest[2];
+  };
+  static Tail tail(int blocks) {
+    const int bytes = blocks * static_cast<int>(sizeof(B));
+    Tail t;
+    for (int i = 0; i < 2; i++) {
+      t.first[i] = low_mask(bytes - i * kQuad);
+      t.rest[i] = static_cast<__mmask32>(low_mask(bytes - i * kQuad - kSecond));
+    }
+    return t;
+  }
+
+  static constexpr int index(int offset) { return offset < 64 ? offset : 64 + offset - kSecond; }
+  static constexpr int block(int j) { return j * static_cast<int>(sizeof(B)); }
+  static constexpr Table<uint8_t> kNibbles{
+      [](int i) { return index(block(i / 16) + static_cast<int>(sizeof(B)) - 16 + i % 16); }};
+  static constexpr int high_byte(int i) { return block(i / 16) + static_cast<int>(sizeof(B)) - 20 + i % 16 / 8; }
+  static constexpr Table<uint8_t> kHighOfLow{[](int i) { return index(high_byte(i)); }};
+  static constexpr Table<uint8_t> kHighOfHigh{[](int i) { return index(high_byte(i) + 2); }};
+  static constexpr Table<uint8_t> kBit{[](int i) { return 1 << i % 8; }};
+  // d of eight blocks then m of eight, from the first loads of two quads; or d and m of four from a quad's two loads.
+  static constexpr Table<uint16_t> kScales{[](int i) {
+    const int k = i % 8, field = i / 8 % 2;
+    return 32 * (k / 4) + block(k % 4) / 2 + field;
+  }};
+  static constexpr Table<uint16_t> kQuadScales{[](int i) { return index(block(i % 4) + 2 * (i / 4 % 2)) / 2; }};
+  static constexpr Table<int32_t> kFirst{[](int i) { return 4 * (i % 4) + 2 * (i / 4 % 2); }};
+  static constexpr Table<int32_t> kSecondOf{[](int i) { return 4 * (i % 4) + 2 * (i / 4 % 2) + 1; }};
+
+  template <bool Masked> static APU_INLINE __m512i load_first(const uint8_t *p, const Tail &t, int i) {
+    return Masked ? _mm512_maskz_loadu_epi8(t.first[i], p) : load512(p);
+  }
+  template <bool Masked> static APU_INLINE __m512i load_rest(const uint8_t *p, const Tail &t, int i) {
+    if constexpr (Masked) return _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(t.rest[i], p + kSecond));
+    if constexpr (kRest == 8) return _mm512_castsi128_si512(_mm_loadu_si64(p + kSecond));
+    if constexpr (kRest == 16) return _mm512_castsi128_si512(load128(p + kSecond));
+    return _mm512_castsi256_si512(load256(p + kSecond));
+  }
+
+  template <bool Masked, int Quads> static APU_INLINE NibbleGroup load(const uint8_t *p, const Tail &t) {
+    NibbleGroup g;
+    const __m512i low4 = _mm512_set1_epi8(15);
+    __m512i first[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, rest[2] = {first[0], first[0]};
+    for (int i = 0; i < 2; i++) {
+      if (i >= Quads) {
+        g.q[2 * i] = g.q[2 * i + 1] = _mm512_setzero_si512();
+        continue;
+      }
+      first[i] = load_first<Masked>(p + i * kQuad, t, i);
+      rest[i] = load_rest<Masked>(p + i * kQuad, t, i);
+      const __m512i nibbles = _mm512_permutex2var_epi8(first[i], kNibbles, rest[i]);
+      __m512i low = _mm512_and_si512(nibbles, low4);
+      __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low4);
+      if constexpr (kFive) {
+        const __m512i low_bits = _mm512_permutex2var_epi8(first[i], kHighOfLow, rest[i]);
+        const __m512i high_bits = _mm512_permutex2var_epi8(first[i], kHighOfHigh, rest[i]);
+        const __m512i sixteen = _mm512_set1_epi8(16);
+        low = _mm512_mask_add_epi8(low, _mm512_test_epi8_mask(low_bits, kBit), low, sixteen);
+        high = _mm512_mask_add_epi8(high, _mm512_test_epi8_mask(high_bits, kBit), high, sixteen);
+      }
+      g.q[2 * i] = low;
+      g.q[2 * i + 1] = high;
+    }
+    if constexpr (!kFive) {
+      const __m512i halves = _mm512_permutex2var_epi16(first[0], kScales, first[1]);
+      if constexpr (kMin) {
+        const __m512 scales = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+        g.ws = _mm512_castps512_ps256(scales);
+        g.wm = _mm512_extractf32x8_ps(scales, 1);
+      } else {
+        g.ws = _mm256_cvtph_ps(_mm512_castsi512_si128(halves));
+      }
+    } else {
+      const __m128i a = _mm512_castsi512_si128(_mm512_permutex2var_epi16(first[0], kQuadScales, rest[0]));
+      __m128i b = _mm_setzero_si128();
+      if constexpr (Quads == 2) b = _mm512_castsi512_si128(_mm512_permutex2var_epi16(first[1], kQuadScales, rest[1]));
+      g.ws = _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
+      if constexpr (kMin) g.wm = _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b));
+    }
+    return g;
+  }
+
+  template <int Quads> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
+    __m512i r[2] = {_mm512_dpbusd_epi32(dot4(q[0], y), q[1], load512(y + 64)), _mm512_setzero_si512()};
+    if constexpr (Quads == 2) r[1] = _mm512_dpbusd_epi32(dot4(q[2], y + 128), q[3], load512(y + 192));
+    const __m256i sum = add_lanes(add_pairs(r[0], r[1]), kFirst, kSecondOf); // 8 * 31 * 127 < 2^15
+    return kMin ? sum : _mm256_add_epi32(sum, load_correction(c));
+  }
+};
+
+template <> struct Group<Q4_0> : NibbleGroup<Q4_0> {};
+template <> struct Group<Q4_1> : NibbleGroup<Q4_1> {};
+template <> struct Group<Q5_0> : NibbleGroup<Q5_0> {};
+template <> struct Group<Q5_1> : NibbleGroup<Q5_1> {};
+
+// ---- Q8_0 ----------------------------------------------------------------------------------------------------------
+// 272 bytes by five consecutive loads; pairs of blocks are cut out of neighbouring loads. Signed weights become
+// unsigned by adding 128, which the correction -128 * sum(y) takes back.
+
+inline constexpr Table<uint8_t> kQ8Pair[4] = {Table<uint8_t>{[](int i) { return 2 + i + 2 * (i / 32); }},
+                                              Table<uint8_t>{[](int i) { return 6 + i + 2 * (i / 32); }},
+                                              Table<uint8_t>{[](int i) { return 10 + i + 2 * (i / 32); }},
+                                              Table<uint8_t>{[](int i) { return 14 + i + 2 * (i / 32); }}};
+inline constexpr Table<uint16_t> kQ8Scales[2] = {Table<uint16_t>{[](int i) { return i % 4 * 17; }},
+                                                 Table<uint16_t>{[](int i) { return i % 4 * 17 + 4; }}};
+inline constexpr Table<int32_t> kQ8First{[](int i) { return i / 2 % 4 + 8 * (i % 2); }};
+inline constexpr Table<int32_t> kQ8Second{[](int i) { return i / 2 % 4 + 8 * (i % 2) + 4; }};
+
+template <> struct Group<Q8_0> {
+  static constexpr Order kOrder = Order::natural;
+  static constexpr int kBytes = 8 * sizeof(Q8_0);
+  static constexpr bool kMin = false;
+
+  __m512i q[4];
+  __m256 ws, wm;
+
+  struct Tail {
+    __mmask64 part[5];
+  };
+  static Tail tail(int blocks) {
+    Tail t;
+    for (int i = 0; i < 5; i++) t.part[i] = low_mask(blocks * static_cast<int>(sizeof(Q8_0)) - 64 * i);
+    return t;
+  }
+
+  template <bool Masked, int Quads> static APU_INLINE Group load(const uint8_t *p, const Tail &t) {
+    Group g;
+    __m512i part[5];
+    for (int i = 0; i < 5; i++) {
+      if (i > 2 * Quads)
+        part[i] = _mm512_setzero_si512();
+      else if constexpr (Masked)
+        part[i] = _mm512_maskz_loadu_epi8(t.part[i], p + 64 * i);
+      else
+        part[i] = i < 4 ? load512(p + 64 * i) : _mm512_castsi128_si512(load128(p + 64 * i));
+    }
+    for (int i = 0; i < 4; i++) {
+      const __m512i pair = _mm512_permutex2var_epi8(part[i], kQ8Pair[i], part[i + 1]);
+      g.q[i] = _mm512_xor_si512(pair, _mm512_set1_epi8(-128));
+    }
+    const __m512i low = _mm512_permutex2var_epi16(part[0], kQ8Scales[0], part[1]);
+    const __m512i high = _mm512_permutex2var_epi16(part[2], kQ8Scales[1], part[3]);
+    g.ws = _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm512_castsi512_si128(low), _mm512_castsi512_si128(high)));
+    return g;
+  }
+
+  template <int Quads> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
+    __m512i r[4], t[2];
+    for (int i = 0; i < 4; i++) r[i] = i < 2 * Quads ? dot4(q[i], y + 64 * i) : _mm512_setzero_si512();
+    for (int i = 0; i < 2; i++)
+      t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]),
+                              _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
+    const __m512i u = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
+    return _mm256_add_epi32(add_lanes(u, kQ8First, kQ8Second), load_correction(c));
+  }
+};
+
+// ---- Q4_K, Q5_K
+// ------------------------------------------------------------------------------------------------------ The header's
+// 16 bytes are spread to 16 dwords (8 scales, 8 minimums), each with its one or two source bytes.
+
+inline constexpr Table<uint8_t> kHeaderBytes{[](int i) {
+  const int k = i / 4, j = k % 8, minimum = k / 8;
+  if (i % 4 == 0) return 4 + (j < 4 ? j + 4 * minimum : j + 4); // all of it, or its low or high nibble
+  return i % 4 == 1 && j >= 4 ? 4 + j - 4 + 4 * minimum : 0;    // bits 6..7 are bits 4..5
+}};
+inline constexpr Table<uint32_t> kHeaderShift{[](int k) { return k >= 12 ? 4 : 0; }};
+inline constexpr Table<uint32_t> kHeaderMask{[](int k) { return k % 8 < 4 ? 63 : 15; }};
+inline constexpr Table<uint32_t> kHeaderHighMask{[](int k) { return k % 8 < 4 ? 0 : 48; }};
+inline constexpr Table<uint16_t> kHeaderHalves{[](int i) { return i / 8 % 2; }};
+inline constexpr Table<int32_t> kPairsFirst{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2); }};
+inline constexpr Table<int32_t> kPairsSecond{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2) + 4; }};
+
+// d * sc in the lower half, dmin * m in the upper.
+APU_INLINE __m512 scales_min_k4(const uint8_t *p) {
+  const __m512i header = _mm512_broadcast_i32x4(load128(p));
+  const __m512i bytes = _mm512_permutexvar_epi8(kHeaderBytes, header);
+  const __m512i low = _mm512_and_si512(_mm512_srlv_epi32(bytes, kHeaderShift), kHeaderMask);
+  const __m512i high = _mm512_srli_epi32(bytes, 10);
+  const __m512i sixes = _mm512_ternarylogic_epi32(low, high, kHeaderHighMask, 0xf8); // low | (high & mask)
+  const __m512i halves = _mm512_permutexvar_epi16(kHeaderHalves, header);
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(sixes), _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+}
+
+// An affine matrix that moves bits `from` (lower 32 bytes of the zmm) and `from_upper` (upper 32) to bit `to`.
+constexpr uint64_t bit_move(int from, int to) {
+  return 1ull << from << 8 * (7 - to);
+}
+
+template <class B> struct PairsGroup {
+  static constexpr Order kOrder = Order::pairs;
+  static constexpr int kBytes = sizeof(B);
+  static constexpr bool kFive = sizeof(B) == sizeof(Q5_K);
+  static constexpr bool kMin = true;
+
+  __m512i q[4];
+  __m256 ws, wm;
+
+  struct Tail {};
+  static Tail tail(int) { return {}; }
+
+  template <int Low, int High> static APU_INLINE __m512i high_bit(__m512i bits) {
+    static constexpr Table<uint64_t> move{[](int i) { return bit_move(i < 4 ? Low : High, 4); }};
+    return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+  }
+
+  template <bool, int> static APU_INLINE PairsGroup load(const uint8_t *p, const Tail &) {
+    PairsGroup g;
+    const __m512 scales = scales_min_k4(p);
+    g.ws = _mm512_castps512_ps256(scales);
+    g.wm = _mm512_extractf32x8_ps(scales, 1);
+    const __m512i low4 = _mm512_set1_epi8(15);
+    const uint8_t *qs = p + sizeof(B) - 128;
+    for (int i = 0; i < 2; i++) {
+      const __m512i nibbles = load512(qs + 64 * i);
+      g.q[2 * i] = _mm512_and_si512(nibbles, low4);
+      g.q[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low4);
+    }
+    if constexpr (kFive) {
+      const __m512i bits = _mm512_broadcast_i64x4(load256(p + 16));
+      g.q[0] = _mm512_or_si512(g.q[0], high_bit<0, 2>(bits));
+      g.q[1] = _mm512_or_si512(g.q[1], high_bit<1, 3>(bits));
+      g.q[2] = _mm512_or_si512(g.q[2], high_bit<4, 6>(bits));
+      g.q[3] = _mm512_or_si512(g.q[3], high_bit<5, 7>(bits));
+    }
+    return g;
+  }
+
+  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *) const {
+    const __m512i a = add_pairs(dot4(q[0], y), dot4(q[1], y + 64)); // 4 * 31 * 127, then twice that: < 2^15
+    const __m512i b = add_pairs(dot4(q[2], y + 128), dot4(q[3], y + 192));
+    return add_lanes(add_pairs(a, b), kPairsFirst, kPairsSecond);
+  }
+};
+
+template <> struct Group<Q4_K> : PairsGroup<Q4_K> {};
+template <> struct Group<Q5_K> : PairsGroup<Q5_K> {};
+
+// ---- types with scales per 16: Q6_K, Q3_K, Q2_K
+// ------------------------------------------------------------------------ Sums of four fit 16 bits (4 * 63 * 127 <
+// 2^15), so scales enter through one multiply-add of 16-bit pairs.
+
+template <Order O>
+inline constexpr Table<uint16_t> kHalfScales[2] = {
+    Table<uint16_t>{[](int i) { // lane j of packs(r0, r1): four words of r0's 16-wide sub-block, four of r1's
+      const int j = i / 8, r = i / 4 % 2;
+      return O == Order::natural ? 4 * r + j : 2 * r + j % 2 + 8 * (j / 2);
+    }},
+    Table<uint16_t>{[](int i) {
+      const int j = i / 8, r = 2 + i / 4 % 2;
+      return O == Order::natural ? 4 * r + j : 2 * r + j % 2 + 8 * (j / 2);
+    }}};
+template <Order O>
+inline constexpr Table<int32_t> kHalvesFirst{
+    [](int i) { return O == Order::natural ? i / 2 % 4 + 8 * (i % 2) : i % 4 + 8 * (i / 4 % 2); }};
+template <Order O>
+inline constexpr Table<int32_t> kHalvesSecond{
+    [](int i) { return O == Order::natural ? i / 2 % 4 + 8 * (i % 2) + 4 : i % 4 + 8 * (i / 4 % 2) + 4; }};
+
+template <Order O> APU_INLINE __m256i dot_halves(const __m512i *q, __m512i scales0, __m512i scales1, const int8_t *y) {
+  const __m512i a = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64)), scales0);
+  const __m512i b = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192)), scales1);
+  const __m512 af = _mm512_castsi512_ps(a), bf = _mm512_castsi512_ps(b);
+  const __m512i even = _mm512_castps_si512(_mm512_shuffle_ps(af, bf, 0x88));
+  const __m512i odd = _mm512_castps_si512(_mm512_shuffle_ps(af, bf, 0xdd));
+  return add_lanes(_mm512_add_epi32(even, odd), kHalvesFirst<O>, kHalvesSecond<O>);
+}
+
+template <> struct Group<Q6_K> {
+  static constexpr Order kOrder = Order::natural;
+  static constexpr int kBytes = sizeof(Q6_K);
+  static constexpr bool kMin = false;
+
+  __m512i q[4];
+  __m256 ws, wm;
+  __m256i scales; // (16) int16
+
+  struct Tail {};
+  static Tail tail(int) { return {}; }
+
+  template <int Low, int High> static APU_INLINE __m512i high_bits(__m512i bits) { // bits n, n+1 to 4, 5
+    static constexpr Table<uint64_t> move{[](int i) {
+      const int from = i < 4 ? Low : High;
+      return bit_move(from, 4) | bit_move(from + 1, 5);
+    }};
+    return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+  }
+
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    const __m512i low4 = _mm512_set1_epi8(15);
+    for (int i = 0; i < 2; i++) {
+      const __m512i nibbles = load512(p + 64 * i);
+      const __m512i bits = _mm512_broadcast_i64x4(load256(p + 128 + 32 * i));
+      g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, high_bits<0, 2>(bits), 0xea); // (a & b) | c
+      g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, high_bits<4, 6>(bits), 0xea);
+    }
+    g.scales = _mm256_cvtepi8_epi16(load128(p + 192));
+    uint16_t d;
+    memcpy(&d, p + 208, 2);
+    g.ws = _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(d)));
+    return g;
+  }
+
+  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
+    const __m512i words = _mm512_zextsi256_si512(scales);
+    const __m256i sum = dot_halves<kOrder>(q, _mm512_permutexvar_epi16(kHalfScales<kOrder>[0], words),
+                                           _mm512_permutexvar_epi16(kHalfScales<kOrder>[1], words), y);
+    // c: sixteen int16, the negative sums of the activations' halves; the integers are 32 too large
+    return _mm256_add_epi32(sum, _mm256_slli_epi32(_mm256_madd_epi16(scales, load_correction(c)), 5));
+  }
+};
+
+} // namespace
+} // namespace apu::cpu::avx512
+
+#endif
