@@ -121,9 +121,7 @@ def _model_file(headers: list[_Header]) -> ModelFile:
         for name, ref in header.tensors.items():
             if name in tensors:
                 other = headers[tensors[name].shard].path
-                raise FormatError(
-                    header.path, f'tensor "{name}"', f"is also in {other}; download the set again"
-                )
+                raise FormatError(header.path, f'tensor "{name}"', f"is also in {other}; download the set again")
             tensors[name] = TensorRef(name, ref.dtype, ref.shape, shard, ref.offset, ref.nbytes)
     model = ModelFile(
         path=first.path,
@@ -273,9 +271,7 @@ class _Reader:
 
     def _read_ahead(self, end: int, field: str) -> None:
         if end > MAX_HEADER:
-            raise self.fail(
-                field, f"makes the header larger than {MAX_HEADER >> 20} MiB; the file is corrupt"
-            )
+            raise self.fail(field, f"makes the header larger than {MAX_HEADER >> 20} MiB; the file is corrupt")
         wanted = min(max(end, 2 * len(self.buf), _FIRST_READ), self.size, MAX_HEADER)
         parts = [self.buf]
         have = len(self.buf)
@@ -369,12 +365,8 @@ class _Reader:
                 f"the file is big-endian (version {swapped}, bytes swapped); download the little-endian one",
             )
         if version == 1:
-            raise self.fail(
-                "version", "GGUF version 1 (2023) is not supported; download a current file of the model"
-            )
-        raise self.fail(
-            "version", f"expected 2 or 3, found {version}; the file is corrupt or newer than this engine"
-        )
+            raise self.fail("version", "GGUF version 1 (2023) is not supported; download a current file of the model")
+        raise self.fail("version", f"expected 2 or 3, found {version}; the file is corrupt or newer than this engine")
 
     def foreign(self) -> str:
         start = self.buf[:64].lstrip()
@@ -382,9 +374,7 @@ class _Reader:
             if self.buf.startswith(magic) or (magic[:1] in b"<{" and start.startswith(magic)):
                 return what
         if len(self.buf) > 8 and self.buf[8:9] == b"{" and _U64.unpack_from(self.buf)[0] < self.size:
-            return (
-                "is a safetensors file, which this version does not read; download or convert to a GGUF file"
-            )
+            return "is a safetensors file, which this version does not read; download or convert to a GGUF file"
         if not self.buf[:16].strip(b"\0"):
             return "begins with zeros: a download that was reserved but never filled; download it again"
         return f'expected "GGUF", found {self.buf[:4]!r}: not a GGUF file'
@@ -415,9 +405,7 @@ class _Reader:
             length = self.count(f"{key} length", 12, MAX_NESTED)
             self.nested += length
             if depth >= MAX_DEPTH or self.nested > MAX_NESTED:
-                raise self.fail(
-                    key, f"arrays nest deeper than {MAX_DEPTH} or number more than {MAX_NESTED:,}"
-                )
+                raise self.fail(key, f"arrays nest deeper than {MAX_DEPTH} or number more than {MAX_NESTED:,}")
             return [self.array(f"{key}[{i}]", depth + 1) for i in range(length)]
         if kind not in _SCALARS:
             raise self.fail(f"{key} element type", f"expected a metadata type 0 to 12, found {kind}")
@@ -428,9 +416,7 @@ class _Reader:
         self.pos += length * dtype.itemsize
         if kind == _BOOL:
             if length and values.max() > 1:
-                raise self.fail(
-                    f"{key}[{int(values.argmax())}]", f"expected a boolean 0 or 1, found {values.max()}"
-                )
+                raise self.fail(f"{key}[{int(values.argmax())}]", f"expected a boolean 0 or 1, found {values.max()}")
             values = values.view(np.bool_)
         values.flags.writeable = False
         return values
@@ -485,14 +471,8 @@ class _Reader:
         self.pos += 12
         block = GGML_TYPES.get(dtype)
         if block is None:
-            what = (
-                f"{REMOVED_TYPES[dtype]} was dropped from the format"
-                if dtype in REMOVED_TYPES
-                else "is unknown"
-            )
-            raise self.fail(
-                f"{field} type", f"type {dtype} {what}; download or make a file with a current type"
-            )
+            what = f"{REMOVED_TYPES[dtype]} was dropped from the format" if dtype in REMOVED_TYPES else "is unknown"
+            raise self.fail(f"{field} type", f"type {dtype} {what}; download or make a file with a current type")
         row = dims[0] if dims else 1
         if row % block.elements:
             raise self.fail(
@@ -500,9 +480,7 @@ class _Reader:
                 f"{row} is no multiple of {block.elements}, the block size of {block.name}",
             )
         if offset % alignment:
-            raise self.fail(
-                f"{field} offset", f"expected a multiple of the alignment {alignment}, found {offset}"
-            )
+            raise self.fail(f"{field} offset", f"expected a multiple of the alignment {alignment}, found {offset}")
         nbytes = math.prod(dims) // block.elements * block.nbytes
         return TensorRef(name, dtype, dims[::-1], 0, offset, nbytes)
 
@@ -514,8 +492,8 @@ class _Reader:
             if ref.nbytes > room or ref.offset > room - ref.nbytes:
                 raise self.fail(
                     f'tensor "{name}"',
-                    f"needs {ref.nbytes:,} bytes at {start + ref.offset:,}, the file has {self.size:,}: "
-                    "it is truncated or corrupt; download it again",
+                    f"needs {ref.nbytes:,} bytes at {start + ref.offset:,}, {ref.nbytes + ref.offset - room:,} more "
+                    f"than the file's {self.size:,}: it is truncated or corrupt; download it again",
                 )
             placed[name] = TensorRef(name, ref.dtype, ref.shape, 0, start + ref.offset, ref.nbytes)
         order = sorted(placed.values(), key=lambda ref: (ref.offset, ref.nbytes))

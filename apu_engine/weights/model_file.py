@@ -38,9 +38,7 @@ class StringArray(Sequence[str]):
 
     __slots__ = ("_ends", "_file", "_key", "_raw", "_starts")
 
-    def __init__(
-        self, raw: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], file: Path, key: str
-    ) -> None:
+    def __init__(self, raw: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], file: Path, key: str) -> None:
         self._raw = raw
         self._starts = starts  # (n,) offset of each string in raw
         self._ends = ends
