@@ -1,8 +1,211 @@
-// AVX2 level: its table. Null on builds for other architectures.
+// AVX2 level: quantisation of activations, matrices of quantised types, and the level's table.
+// A weight row is read once per eight rows of activations, group by group (avx2_formats.h); for many rows the matrix is
+// walked in tiles that stay in L2 while all activations pass. One row reads its weights from memory once, in order:
+// at that point the kernels are to be no slower than a plain read.
 #include "kernels.h"
+
+#if defined(__AVX2__)
+
+#include "../quant/activations.h"
+#include "avx2.h"
+#include "avx2_formats.h"
+
+namespace apu::cpu::avx2 {
+
+namespace {
+
+constexpr uint32_t kRows = 8;            // activations that share one pass over a weight row
+constexpr size_t kTileBytes = 128 << 10; // weights that many rows pass over, within L2
+constexpr size_t kPrefetchBytes = 2048;
+
+uint32_t padded_blocks(uint32_t k) {
+  return (k + 255) / 256 * kGroup;
+}
+
+// Half-block sums as int16 pairs, the form that the kernels use: (rows, blocks, 2).
+void pack_sums(const ActBlocks &a, uint32_t first, uint32_t rows, int16_t *out) {
+  const int32_t *in = a.sum16 + size_t{2} * first * a.blocks;
+  for (size_t i = 0; i < size_t{rows} * a.blocks * 2; i += 16) {
+    const __m256i packed = _mm256_packs_epi32(load32(in + i), load32(in + i + 8));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i), _mm256_permute4x64_epi64(packed, 0xd8));
+  }
+}
+
+template <class Format> APU_INLINE void prefetch(const uint8_t *p) {
+  for (uint32_t i = 0; i < Format::kGroupBytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + i, _MM_HINT_T0);
+}
+
+template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActGroup &first) {
+  ActGroup a = first;
+  __m256 acc = _mm256_setzero_ps();
+  Format group;
+  for (; blocks >= kGroup; blocks -= kGroup) {
+    prefetch<Format>(row);
+    group.load(row, kGroup);
+    acc = group.add(a, acc);
+    row += Format::kGroupBytes;
+    a = {a.q + kGroup * 32, a.d + kGroup, a.s + kGroup, a.sums + 2 * kGroup};
+  }
+  if (blocks) {
+    group.load(row, blocks);
+    acc = group.add(a, acc);
+  }
+  return sum8(acc);
+}
+
+// stride: 32-blocks between rows of activations.
+template <class Format>
+void dot_some(const uint8_t *row, uint32_t blocks, const ActGroup &first, size_t stride, uint32_t rows, float *y,
+              size_t y_stride) {
+  __m256 acc[kRows];
+  for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
+  Format group;
+  for (uint32_t b = 0; b < blocks; b += kGroup) {
+    if (blocks - b >= kGroup)
+      group.load(row, kGroup);
+    else
+      group.load(row, blocks - b);
+    row += Format::kGroupBytes;
+    for (uint32_t t = 0; t < rows; ++t) {
+      const size_t i = t * stride + b;
+      acc[t] = group.add({first.q + 32 * i, first.d + i, first.s + i, first.sums + 2 * i}, acc[t]);
+    }
+  }
+  for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
+}
+
+struct MatmulRows {
+  const Matrix &w;
+  const ActBlocks &a;
+  uint32_t rows, begin, end;
+  float *y;
+  size_t y_stride;
+  void *work;
+
+  template <class Format> void operator()() const {
+    const uint32_t blocks = w.k / 32;
+    auto *sums = static_cast<int16_t *>(work);
+    const size_t fit = kTileBytes / w.row_stride;
+    const uint32_t tile = rows <= kRows || fit >= end - begin ? end - begin : static_cast<uint32_t>(fit ? fit : 1);
+    for (uint32_t n0 = begin; n0 < end; n0 += tile) {
+      const uint32_t n1 = end - n0 < tile ? end : n0 + tile;
+      for (uint32_t t0 = 0; t0 < rows; t0 += kRows) {
+        const uint32_t count = rows - t0 < kRows ? rows - t0 : kRows;
+        pack_sums(a, t0, count, sums);
+        const size_t first = size_t{t0} * a.blocks;
+        const ActGroup acts{a.q + 32 * first, a.d + first, a.s + first, sums};
+        for (uint32_t n = n0; n < n1; ++n) {
+          const uint8_t *row = w.data + n * w.row_stride;
+          float *out = y + t0 * y_stride + (n - begin);
+          if (count == 1)
+            *out = dot_one<Format>(row, blocks, acts);
+          else
+            dot_some<Format>(row, blocks, acts, a.blocks, count, out, y_stride);
+        }
+      }
+    }
+  }
+};
+
+// 32 activations, the arithmetic of quant::quantize_block in registers.
+void quantize_full_block(const float *x, int8_t *q, float *d, float *s, int32_t *sum16) {
+  __m256 v[4];
+  __m256i bits[4];
+#pragma GCC unroll 4
+  for (uint32_t i = 0; i < 4; ++i) {
+    v[i] = _mm256_loadu_ps(x + 8 * i);
+    bits[i] = _mm256_and_si256(_mm256_castps_si256(v[i]), _mm256_set1_epi32(0x7fffffff));
+  }
+  const __m256i eight = _mm256_max_epu32(_mm256_max_epu32(bits[0], bits[1]), _mm256_max_epu32(bits[2], bits[3]));
+  __m128i top = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0x4e));
+  top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0xb1));
+  const float amax = _mm_cvtss_f32(_mm_castsi128_ps(top));
+  if (!(amax >= quant::kSmallestAmax && amax <= __FLT_MAX__)) { // zero or not finite
+    quant::quantize_block(x, 32, q, d, s, sum16);
+    return;
+  }
+  const float scale = amax / 127.0f;
+  const __m256 inverse = _mm256_set1_ps(1.0f / scale);
+  __m256i n[4];
+#pragma GCC unroll 4
+  for (uint32_t i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse)); // ties to even
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(q), _mm256_permutevar8x32_epi32(packed, order));
+  const __m256i halves = _mm256_hadd_epi32(_mm256_add_epi32(n[0], n[1]), _mm256_add_epi32(n[2], n[3]));
+  __m128i pair = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  pair = _mm_hadd_epi32(pair, pair);
+  _mm_storel_epi64(reinterpret_cast<__m128i *>(sum16), pair);
+  *d = scale;
+  *s = scale * static_cast<float>(sum16[0] + sum16[1]);
+}
+
+} // namespace
+
+void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
+  for (uint32_t t = 0; t < rows; ++t)
+    for (uint32_t b = 0; b < a.blocks; ++b) {
+      const size_t i = size_t{t} * a.blocks + b;
+      const uint32_t begin = 32 * b, count = begin >= k ? 0 : (k - begin < 32 ? k - begin : 32);
+      const float *in = x + t * x_stride + (count ? begin : 0);
+      if (count == 32)
+        quantize_full_block(in, a.q + 32 * i, a.d + i, a.s + i, a.sum16 + 2 * i);
+      else
+        quant::quantize_block(in, count, a.q + 32 * i, a.d + i, a.s + i, a.sum16 + 2 * i);
+    }
+}
+
+size_t work_bytes(uint32_t k) { // sums of kRows rows, or a dequantised row
+  const size_t sums = size_t{kRows} * padded_blocks(k) * 2 * sizeof(int16_t);
+  const size_t floats = size_t{k} * sizeof(float);
+  return sums > floats ? sums : floats;
+}
+
+void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
+            void *work) {
+  with_format(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
+}
+
+} // namespace apu::cpu::avx2
 
 namespace apu::cpu {
 
-const KernelTable *avx2_table() { return nullptr; }
+const KernelTable *avx2_table() {
+  static const KernelTable table{
+      .name = "avx2",
+      .quantize = avx2::quantize,
+      .matmul = avx2::matmul,
+      .matmul_float = avx2::matmul_float,
+      .work_bytes = avx2::work_bytes,
+      .dequantize_row = avx2::dequantize_row,
+      .dot = avx2::dot,
+      .dot_f16 = avx2::dot_f16,
+      .axpy = avx2::axpy,
+      .axpy_f16 = avx2::axpy_f16,
+      .scale = avx2::scale,
+      .f32_to_f16 = avx2::f32_to_f16,
+      .rms_norm = avx2::rms_norm,
+      .silu_mul = avx2::silu_mul,
+      .gelu_tanh_mul = avx2::gelu_tanh_mul,
+      .gelu_erf_mul = avx2::gelu_erf_mul,
+      .max = avx2::max,
+      .exp_sum = avx2::exp_sum,
+  };
+  return &table;
+}
 
 } // namespace apu::cpu
+
+#else
+
+namespace apu::cpu {
+
+const KernelTable *avx2_table() {
+  return nullptr;
+}
+
+} // namespace apu::cpu
+
+#endif
