@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ class Generation:
     def _on_event(self, _: Job, event: TokenEvent | Done) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Raises what the engine reports; QueueFullError and the like before the first piece."""
         self._llm.engine.submit(self.job)
         try:

@@ -104,7 +104,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[int]
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
