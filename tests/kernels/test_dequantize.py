@@ -1,0 +1,48 @@
+"""Dequantisation and the plain read that bandwidths are compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Q
+from kernel_cases import FLOAT_TYPES, QUANTIZED_TYPES, Bytes, Floats, Level, bits, random_weights, sizes, truth
+
+from apu_engine._native import InvalidError, UnsupportedError, check, ffi, lib
+
+
+def dequantize(dtype: int, weights: Bytes, k: int) -> Floats:
+    out = np.empty((len(weights), k), np.float32)
+    data, address = ffi.cast("void *", weights.ctypes.data), ffi.cast("float *", out.ctypes.data)
+    check(lib.apu_kernel_dequantize(dtype, data, address, len(weights), k))
+    return out
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES + QUANTIZED_TYPES, ids=lambda dtype: dtype.name)
+def test_equals_the_gguf_package_bit_for_bit(dtype: Q) -> None:
+    for k in sizes(dtype):
+        w = random_weights(dtype, 5, k)
+        assert np.array_equal(bits(dequantize(dtype, w, k)), bits(truth(dtype, w)))
+
+
+def test_every_half_precision_number() -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    expected = halves.view(np.float16).astype(np.float32)
+    found = dequantize(Q.F16, halves.view(np.uint8).reshape(1, -1), 1 << 16)[0]
+    assert np.array_equal(found, expected, equal_nan=True)
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    w = random_weights(Q.Q4_K, 1, 256)
+    with pytest.raises(InvalidError, match="k is 128, expected a positive multiple of Q4_K's block"):
+        dequantize(Q.Q4_K, w, 128)
+    with pytest.raises(UnsupportedError, match="dtype 99"):
+        dequantize(99, w, 256)
+
+
+def test_plain_read_reports_a_plausible_bandwidth(levels: tuple[Level, ...]) -> None:
+    data = np.ones(8 << 20, np.uint8)
+    result = ffi.new("double *")
+    check(lib.apu_kernel_read(levels[0].device.handle, ffi.cast("void *", data.ctypes.data), data.nbytes, 3, result))
+    assert 0.1 < result[0] < 10_000
+    with pytest.raises(InvalidError, match="repeats must be positive"):
+        check(lib.apu_kernel_read(levels[0].device.handle, ffi.cast("void *", data.ctypes.data), 64, 0, result))
