@@ -22,6 +22,7 @@ from apu_engine.plan.weights import Binder, MappedFile
 from apu_engine.weights.model_file import ModelFile
 
 ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3}
+MAX_ROWS = 65536  # of one step, the native limit
 KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16}
 
 
@@ -45,10 +46,10 @@ class PlanOptions:
         for name in ("ctx", "parallel", "max_rows", "max_sequences", "max_outputs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, found {getattr(self, name)}", name)
+        if self.max_rows > MAX_ROWS or self.max_outputs > MAX_ROWS:
+            raise ConfigError(f"max_rows, max_outputs: expected at most {MAX_ROWS}", "max_rows")
         if self.kv_type not in ("auto", *KV_TYPES):
-            raise ConfigError(
-                f"kv_type: expected auto, {', '.join(KV_TYPES)}, found {self.kv_type!r}", "kv_type"
-            )
+            raise ConfigError(f"kv_type: expected auto, {', '.join(KV_TYPES)}, found {self.kv_type!r}", "kv_type")
         if self.precision not in PRECISIONS:
             raise ConfigError(
                 f"precision: expected one of {', '.join(PRECISIONS)}, found {self.precision!r}", "precision"
@@ -116,9 +117,7 @@ def architecture(model: ModelFile) -> ModuleType:
     name = model.architecture
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ModelError(
-            f"{model.path}: architecture {name!r} is not supported; supported are {supported}", (name,)
-        )
+        raise ModelError(f"{model.path}: architecture {name!r} is not supported; supported are {supported}", (name,))
     return ARCHITECTURES[name]
 
 
@@ -153,7 +152,8 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     """
     module = architecture(model)
     config: Config = module.read(model)
-    limits = Limits(options.max_rows, options.max_sequences, options.max_outputs, options.ctx, config.V)
+    sequences = min(options.max_sequences, options.max_rows)
+    limits = Limits(options.max_rows, sequences, options.max_outputs, options.ctx, config.V)
     builder = PlanBuilder(binder or OfflineBinder(), limits, config.dims, options.precision)
     blocks = Blocks(model, config, builder)
     windows = _group_windows(config)
@@ -216,9 +216,7 @@ def groups(spec: PlanSpec) -> tuple[GroupSpec, ...]:
     out = []
     for group in range(spec.group_count):
         states = [state for state in spec.states if state.group == group]
-        out.append(
-            GroupSpec(states[0].window, states[0].page_count, sum(state.page_bytes for state in states))
-        )
+        out.append(GroupSpec(states[0].window, states[0].page_count, sum(state.page_bytes for state in states)))
     return tuple(out)
 
 
@@ -226,9 +224,7 @@ def page_count(options: PlanOptions, window: int) -> int:
     """Pages of a group for `parallel` sequences: `ctx` tokens each, or what a window and a step touch."""
     full = -(-options.ctx // PAGE_TOKENS)
     if window:
-        span = (
-            window + options.max_rows - 1
-        )  # tokens that the first and the last row of a step reach together
+        span = window + options.max_rows - 1  # tokens that the first and the last row of a step reach together
         full = min(full, (span + PAGE_TOKENS - 2) // PAGE_TOKENS + 1)
     return full * options.parallel
 

@@ -147,8 +147,16 @@ class Blocks:
     def feed_forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Norm and gated feed-forward: (T, D) -> (T, D), added to `residual` in place when there is one."""
         c = self.config
-        gate, up = self.matrix("ffn_gate", "F D"), self.matrix("ffn_up", "F D")
-        hidden = self.builder.glu("ffn", x, gate, up, c.activation, self.vector("ffn_norm"), c.eps)
+        hidden = self.builder.glu(
+            "ffn",
+            x,
+            self.matrix("ffn_gate", "F D"),
+            self.matrix("ffn_up", "F D"),
+            c.activation,
+            biases=(self.bias("ffn_gate", "F"), self.bias("ffn_up", "F")),
+            norm=self.vector("ffn_norm"),
+            eps=c.eps,
+        )
         return self._project("ffn_down", hidden, "D F", residual)
 
     def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:
@@ -162,7 +170,5 @@ class Blocks:
         c = self.config
         hidden = self.builder.gather_norm(x, self.vector("output_norm"), c.eps)
         name = "output" if self.has("output.weight") else "token_embd"
-        (logits,) = self.builder.matmul(
-            ("logits",), hidden, [self.matrix(name, "V D")], softcap=c.final_softcap
-        )
+        (logits,) = self.builder.matmul(("logits",), hidden, [self.matrix(name, "V D")], softcap=c.final_softcap)
         self.builder.sample(logits)

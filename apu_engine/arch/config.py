@@ -114,9 +114,7 @@ def read_common(
         raise keys.fail("attention.head_count", f"a head of {d} values; expected 1 to {MAX_HEAD_SIZE}")
     value = keys.integer("attention.value_length", 1, MAX_HEAD_SIZE, default=d)
     if value != d:
-        raise keys.fail(
-            "attention.value_length", f"expected {d}, the key length, found {value}: not supported"
-        )
+        raise keys.fail("attention.value_length", f"expected {d}, the key length, found {value}: not supported")
     rope = read_rope(keys, d, rope_style, rope_base)
     fields: dict[str, Any] = {
         "layers": layers,
@@ -151,9 +149,7 @@ def _vocabulary(keys: Keys) -> int:
         )
     rows = table.shape[0]
     if rows > MAX_VOCABULARY:
-        raise model.fail(
-            'tensor "token_embd.weight"', f"expected at most {MAX_VOCABULARY:,} rows, found {rows:,}"
-        )
+        raise model.fail('tensor "token_embd.weight"', f"expected at most {MAX_VOCABULARY:,} rows, found {rows:,}")
     claimed = keys.integer("vocab_size", 1, MAX_VOCABULARY, default=rows)
     if claimed != rows:
         raise keys.fail("vocab_size", f"expected {rows:,}, the rows of token_embd.weight, found {claimed:,}")

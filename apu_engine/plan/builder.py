@@ -56,9 +56,7 @@ class PlanBuilder:
     `dims` gives the letters' sizes; T and O are the limits' rows and outputs.
     """
 
-    def __init__(
-        self, binder: Binder, limits: Limits, dims: Mapping[str, int], precision: str = "default"
-    ) -> None:
+    def __init__(self, binder: Binder, limits: Limits, dims: Mapping[str, int], precision: str = "default") -> None:
         self.layer = -1
         self._binder = binder
         self._spec = PlanSpec(limits, dict(dims))
@@ -76,9 +74,7 @@ class PlanBuilder:
         """The weight tensor for `ref`; the same one when it is asked for twice (tied output)."""
         found = self._weights.get(ref.name)
         if found is None:
-            found = self._add(
-                ref.name, letters, ref.shape, ref.dtype, lib.APU_ROWS_FIXED, self._binder.segments(ref)
-            )
+            found = self._add(ref.name, letters, ref.shape, ref.dtype, lib.APU_ROWS_FIXED, self._binder.segments(ref))
             self._weights[ref.name] = found
         return found
 
@@ -174,20 +170,27 @@ class PlanBuilder:
             self._expect_columns(matrix, x)
             given = out if i == 0 else None
             outputs.append(given or self.scratch(name, f"{rows} {matrix.letters.split()[0]}"))
-        self._matmul(
-            x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, self._precision), eps, residual, softcap
-        )
+        self._matmul(x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, self._precision), eps, residual, softcap)
         return tuple(outputs)
 
     def glu(
-        self, name: str, x: Tensor, gate: Tensor, up: Tensor, activation: str, norm: Tensor | None, eps: float
+        self,
+        name: str,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        *,
+        biases: Sequence[Tensor | None] = (),
+        norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        """(T, D) -> (T, F): act(norm(x) gate^T) * (norm(x) up^T)."""
+        """(T, D) -> (T, F): act(norm(x) gate^T) * (norm(x) up^T), biases added before the activation."""
         self._expect_columns(gate, x)
         self._expect_columns(up, x)
         out = self.scratch(name, f"T {gate.letters.split()[0]}")
         ints = (ACTIVATIONS[activation], self._precision)
-        self._matmul(x, [out], [gate, up], (), norm, ints, eps, None, 0.0)
+        self._matmul(x, [out], [gate, up], biases, norm, ints, eps, None, 0.0)
         return out
 
     def _matmul(
@@ -205,9 +208,7 @@ class PlanBuilder:
         if norm is not None:
             self._expect(norm, x.letters.split()[-1])
         if residual is not None and residual.shape != outputs[0].shape:
-            raise ApuError(
-                f'"{outputs[0].name}": residual "{residual.name}" has another shape, {residual.letters}'
-            )
+            raise ApuError(f'"{outputs[0].name}": residual "{residual.name}" has another shape, {residual.letters}')
         absent: list[Tensor | None] = [None] * (MAX_MATRICES - len(matrices))
         self._op(
             lib.APU_OP_MATMUL,
@@ -314,9 +315,7 @@ class PlanBuilder:
     def _expect(self, tensor: Tensor, letters: str) -> None:
         expected = self.shape(letters)
         if tensor.shape != expected:
-            raise ApuError(
-                f'tensor "{tensor.name}": expected shape ({letters}) = {expected}, found {tensor.shape}'
-            )
+            raise ApuError(f'tensor "{tensor.name}": expected shape ({letters}) = {expected}, found {tensor.shape}')
 
     def _expect_columns(self, matrix: Tensor, x: Tensor) -> None:
         if len(matrix.shape) != 2 or matrix.shape[1] != x.shape[1]:

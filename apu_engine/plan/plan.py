@@ -104,12 +104,8 @@ class Plan:
 
     def read(self, tensor: Tensor | str) -> NDArray[np.float32]:
         """The current rows of a scratch tensor, float32; meaningful right after the op that wrote it."""
-        found = (
-            tensor if isinstance(tensor, Tensor) else next(t for t in self.spec.tensors if t.name == tensor)
-        )
-        rows = {lib.APU_ROWS_STEP: self._rows, lib.APU_ROWS_OUTPUT: self._outputs}.get(
-            found.rows, found.shape[0]
-        )
+        found = tensor if isinstance(tensor, Tensor) else next(t for t in self.spec.tensors if t.name == tensor)
+        rows = {lib.APU_ROWS_STEP: self._rows, lib.APU_ROWS_OUTPUT: self._outputs}.get(found.rows, found.shape[0])
         out = np.empty((rows, *found.shape[1:]), np.float32)
         check(lib.apu_plan_read(self._handle, found.id, ffi.from_buffer("char[]", out), out.nbytes))
         return out

@@ -137,7 +137,10 @@ class Limits:
 
 @dataclass(slots=True)
 class PlanSpec:
-    """A whole plan. `dims` sizes the shape letters; `slices` names op ranges [first, last); "forward" then "sample" is one step."""
+    """A whole plan. `dims` sizes the shape letters.
+
+    `slices` names op ranges [first, last); "forward" then "sample" is one step.
+    """
 
     limits: Limits
     dims: dict[str, int] = field(default_factory=dict)

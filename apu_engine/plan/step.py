@@ -172,9 +172,7 @@ class Step:
         """
         index = self._output_count
         if index >= self.limits.max_outputs or top_n > MAX_TOP:
-            raise ApuError(
-                f"step: at most {self.limits.max_outputs} outputs with {MAX_TOP} log-probabilities each"
-            )
+            raise ApuError(f"step: at most {self.limits.max_outputs} outputs with {MAX_TOP} log-probabilities each")
         out = self._output[index]
         out.row = row
         out.want = want
@@ -217,14 +215,8 @@ class Step:
         return index
 
     def _pointer(self, kind: str, array: NDArray[Any], dtype: type[Any], length: int | None = None) -> Any:
-        if (
-            array.dtype != dtype
-            or not array.flags.c_contiguous
-            or (length is not None and array.size != length)
-        ):
-            raise ApuError(
-                f"step: expected {length} contiguous {dtype.__name__}, found {array.size} of {array.dtype}"
-            )
+        if array.dtype != dtype or not array.flags.c_contiguous or (length is not None and array.size != length):
+            raise ApuError(f"step: expected {length} contiguous {dtype.__name__}, found {array.size} of {array.dtype}")
         pointer = ffi.from_buffer(kind, array)
         self._keep.append(pointer)
         return pointer

@@ -1,0 +1,124 @@
+"""The oracle: the same weights in transformers' own models, float32, eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from models import TinyModel
+
+torch.set_num_threads(1)
+
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LLAMA = _NAMES | {"ffn_norm": "post_attention_layernorm"}
+_GEMMA3 = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def llama(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """LlamaForCausalLM with the tiny model's weights, or `tensors` in their place; `extra` goes to LlamaConfig."""
+    s = tiny.shape
+    rope = {"rope_type": "default", "rope_theta": s["rope_base"]} | extra.pop("rope", {})
+    config = LlamaConfig(
+        vocab_size=s["V"],
+        hidden_size=s["D"],
+        intermediate_size=s["F"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["H"],
+        num_key_value_heads=s["K"],
+        head_dim=s["d"],
+        max_position_embeddings=s["context"],
+        rms_norm_eps=s["eps"],
+        rope_parameters=rope,
+        tie_word_embeddings=s["tied"],
+        attention_bias=s["bias"],
+        mlp_bias=s["bias"],
+        attn_implementation="eager",
+        **extra,
+    )
+    state = {}
+    for name, values in (tensors or tiny.tensors).items():
+        if name == "rope_freqs.weight":
+            continue
+        heads = {"attn_q": s["H"], "attn_k": s["K"]}.get(name.split(".")[-2], 0)
+        state[_hf_name(name, _LLAMA)] = _unpermute(values, heads) if heads else values
+    return _filled(LlamaForCausalLM(config), state)
+
+
+def gemma3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """Gemma3ForCausalLM with the tiny model's weights; transformers keeps norm weights without the +1."""
+    s = tiny.shape
+    full = {"rope_type": "default", "rope_theta": s["rope_base"]} | extra.pop("rope", {})
+    config = Gemma3TextConfig(
+        vocab_size=s["V"],
+        hidden_size=s["D"],
+        intermediate_size=s["F"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["H"],
+        num_key_value_heads=s["K"],
+        head_dim=s["d"],
+        query_pre_attn_scalar=extra.pop("query_pre_attn_scalar", s["d"]),
+        max_position_embeddings=s["context"],
+        rms_norm_eps=s["eps"],
+        sliding_window=s["window"],
+        rope_parameters={
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        tie_word_embeddings=s["tied"],
+        attn_implementation="eager",
+        **extra,
+    )
+    state = {}
+    for name, values in (tensors or tiny.tensors).items():
+        state[_hf_name(name, _GEMMA3)] = values - 1.0 if "norm" in name else values
+    return _filled(Gemma3ForCausalLM(config), state)
+
+
+def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """(T, V)"""
+    with torch.no_grad():
+        out: NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+    return out
+
+
+def _hf_name(name: str, names: Mapping[str, str]) -> str:
+    if name in _OUTER:
+        return _OUTER[name]
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{names[part]}.{kind}"
+
+
+def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """GGUF's row order (pairs are neighbours) back to transformers' (first half, second half)."""
+    rows = values.reshape(heads, -1, 2, *values.shape[1:])
+    return rows.swapaxes(1, 2).reshape(values.shape)
+
+
+def _filled(model: torch.nn.Module, state: Mapping[str, NDArray[np.float32]]) -> torch.nn.Module:
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in state.items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
+    return model.float().eval()

@@ -1,0 +1,32 @@
+"""Fixtures that all tests share: one device for the session, tiny models written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from apu_engine._native import Device
+from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[Device]:
+    """The CPU with two workers."""
+    with Device.open("cpu", threads=2) as cpu:
+        yield cpu
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A float32 llama with GQA and a tokenizer."""
+    path: Path = tmp_path_factory.mktemp("llama") / "tiny-llama.gguf"
+    return tiny_llama_gguf(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A float32 gemma3 whose window is shorter than the tests' sequences, with a tokenizer."""
+    path: Path = tmp_path_factory.mktemp("gemma3") / "tiny-gemma3.gguf"
+    return tiny_gemma3_gguf(path)

@@ -1,0 +1,296 @@
+"""Tiny models of random weights, written as GGUF files that any part of the engine can load.
+
+`tiny_llama_gguf(path)` and `tiny_gemma3_gguf(path)` need neither torch nor transformers. Weights are drawn so that the
+logits are of ordinary size; matrices are float32 or any type that the gguf package can quantise. The tokenizers are
+complete: a byte-level BPE vocabulary with ChatML for llama, an SPM vocabulary with byte fallback for gemma3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class TinyModel:
+    """What was written. `tensors` are the float32 values in GGUF's order of rows, before any quantisation."""
+
+    path: Path
+    arch: str
+    shape: dict[str, Any]
+    metadata: dict[str, Any]
+    tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    types: dict[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
+
+    def dequantized(self) -> dict[str, NDArray[np.float32]]:
+        """The values that the file really holds, float32."""
+        return {
+            name: gguf.quants.dequantize(gguf.quants.quantize(values, self.types[name]), self.types[name])
+            for name, values in self.tensors.items()
+        }
+
+
+def tiny_llama_gguf(
+    path: Path,
+    *,
+    layers: int = 2,
+    D: int = 64,
+    H: int = 4,
+    K: int = 2,
+    d: int | None = None,
+    F: int = 96,
+    V: int = 320,
+    context: int = 512,
+    eps: float = 1e-5,
+    rope_base: float = 10000.0,
+    rope_factors: NDArray[np.float32] | None = None,
+    tied: bool = False,
+    bias: bool = False,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """A llama of `layers` layers. `metadata` adds or replaces keys; a value of None leaves the key out."""
+    head = D // H if d is None else d
+    rng = np.random.default_rng(seed)
+    tensors = _trunk(rng, V, D, tied)
+    for layer in range(layers):
+        block = _block(rng, layer, D, H, K, head, F)
+        if bias:
+            for name, size in (
+                ("attn_q", H * head),
+                ("attn_k", K * head),
+                ("attn_v", K * head),
+                ("attn_output", D),
+                ("ffn_gate", F),
+                ("ffn_up", F),
+                ("ffn_down", D),
+            ):
+                block[f"blk.{layer}.{name}.bias"] = _normal(rng, (size,), 0.1)
+        tensors |= block
+    if rope_factors is not None:
+        tensors["rope_freqs.weight"] = np.asarray(rope_factors, np.float32)
+    keys: dict[str, Any] = {
+        "general.name": "tiny llama",
+        "llama.block_count": layers,
+        "llama.context_length": context,
+        "llama.embedding_length": D,
+        "llama.feed_forward_length": F,
+        "llama.attention.head_count": H,
+        "llama.attention.head_count_kv": K,
+        "llama.attention.layer_norm_rms_epsilon": eps,
+        "llama.rope.freq_base": rope_base,
+        "llama.rope.dimension_count": head,
+        "llama.vocab_size": V,
+    }
+    if d is not None:
+        keys |= {"llama.attention.key_length": d, "llama.attention.value_length": d}
+    if tokenizer:
+        keys |= bpe_tokenizer(V)
+    keys |= metadata or {}
+    shape = {"layers": layers, "D": D, "H": H, "K": K, "d": head, "F": F, "V": V, "context": context, "eps": eps}
+    shape |= {"rope_base": rope_base, "tied": tied, "bias": bias}
+    return write(TinyModel(path, "llama", shape, keys, tensors), quant)
+
+
+def tiny_gemma3_gguf(
+    path: Path,
+    *,
+    layers: int = 6,
+    D: int = 64,
+    H: int = 4,
+    K: int = 1,
+    d: int = 32,
+    F: int = 96,
+    V: int = 512,
+    context: int = 512,
+    eps: float = 1e-6,
+    window: int = 24,
+    rope_base: float = 1_000_000.0,
+    tied: bool = True,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """A gemma3 whose layers 0 to 4 have a sliding window of `window` tokens, layer 5 sees all."""
+    rng = np.random.default_rng(seed)
+    tensors = _trunk(rng, V, D, tied)
+    for layer in range(layers):
+        block = _block(rng, layer, D, H, K, d, F)
+        for name, size in (("attn_q_norm", d), ("attn_k_norm", d), ("post_attention_norm", D), ("post_ffw_norm", D)):
+            block[f"blk.{layer}.{name}.weight"] = 1.0 + _normal(rng, (size,), 0.1)
+        tensors |= block
+    keys: dict[str, Any] = {
+        "general.name": "tiny gemma3",
+        "gemma3.block_count": layers,
+        "gemma3.context_length": context,
+        "gemma3.embedding_length": D,
+        "gemma3.feed_forward_length": F,
+        "gemma3.attention.head_count": H,
+        "gemma3.attention.head_count_kv": K,
+        "gemma3.attention.key_length": d,
+        "gemma3.attention.value_length": d,
+        "gemma3.attention.layer_norm_rms_epsilon": eps,
+        "gemma3.attention.sliding_window": window,
+        "gemma3.rope.freq_base": rope_base,
+    }
+    if tokenizer:
+        keys |= spm_tokenizer(V)
+    keys |= metadata or {}
+    shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
+    shape |= {"rope_base": rope_base, "tied": tied, "window": window}
+    return write(TinyModel(path, "gemma3", shape, keys, tensors), quant)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+def _trunk(rng: np.random.Generator, V: int, D: int, tied: bool) -> dict[str, NDArray[np.float32]]:
+    tensors = {
+        "token_embd.weight": _normal(rng, (V, D), 1.0 if not tied else D**-0.5 * 2),
+        "output_norm.weight": 1.0 + _normal(rng, (D,), 0.1),
+    }
+    if not tied:
+        tensors["output.weight"] = _normal(rng, (V, D), D**-0.5)
+    return tensors
+
+
+def _block(
+    rng: np.random.Generator, layer: int, D: int, H: int, K: int, d: int, F: int
+) -> dict[str, NDArray[np.float32]]:
+    matrices = {
+        "attn_q": (H * d, D),
+        "attn_k": (K * d, D),
+        "attn_v": (K * d, D),
+        "attn_output": (D, H * d),
+        "ffn_gate": (F, D),
+        "ffn_up": (F, D),
+        "ffn_down": (D, F),
+    }
+    tensors = {name: _normal(rng, shape, shape[1] ** -0.5) for name, shape in matrices.items()}
+    tensors |= {name: 1.0 + _normal(rng, (D,), 0.1) for name in ("attn_norm", "ffn_norm")}
+    return {f"blk.{layer}.{name}.weight": values for name, values in tensors.items()}
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def byte_characters() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+BPE_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_MERGES = "Ġ t|h e|i n|Ġ a|Ġt he|r e|o n|Ġ w|e r|n d|Ġ s|o u|Ġ o|Ġa nd|o r|Ġo f|in g|e s|a t|l l|l o|he ll|hell o"
+_SPM_PIECES = "▁t|he|in|▁a|▁the|re|on|▁w|er|nd|▁s|ou|▁o|▁an|▁and|or|▁of|ing|es|at|ll|lo|el|▁h|▁hel|▁hello"
+
+
+def bpe_tokenizer(V: int) -> dict[str, Any]:
+    """Metadata of a byte-level BPE vocabulary of `V` tokens with ChatML's specials at 0 to 2; at least 285."""
+    merges = _MERGES.split("|")
+    tokens = [*BPE_SPECIALS, *byte_characters().values(), *(merge.replace(" ", "") for merge in merges)]
+    types = [CONTROL] * len(BPE_SPECIALS) + [NORMAL] * (len(tokens) - len(BPE_SPECIALS))
+    _fill(tokens, types, V)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.chat_template": CHATML,
+    }
+
+
+def spm_tokenizer(V: int) -> dict[str, Any]:
+    """Metadata of an SPM vocabulary of `V` tokens with byte fallback; at least 400. No chat template."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    types = [CONTROL, CONTROL, CONTROL, UNKNOWN, CONTROL, CONTROL]
+    scores = [0.0] * len(tokens)
+    for byte in range(256):
+        tokens.append(f"<0x{byte:02X}>")
+        types.append(BYTE)
+        scores.append(0.0)
+    for rank, piece in enumerate([*_SPM_PIECES.split("|"), "▁", *map(chr, range(0x21, 0x7F))]):
+        tokens.append(piece)
+        types.append(NORMAL)
+        scores.append(-float(rank))
+    _fill(tokens, types, V)
+    scores += [-1e4] * (V - len(scores))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def _fill(tokens: list[str], types: list[int], V: int) -> None:
+    assert len(tokens) <= V, f"V must be at least {len(tokens)}"
+    while len(tokens) < V:
+        tokens.append(f"<unused{len(tokens)}>")
+        types.append(UNUSED)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write(model: TinyModel, quant: str = "F32") -> TinyModel:
+    """Writes the file; matrices as `quant` (a GGML type name), vectors as F32."""
+    matrix_type = gguf.GGMLQuantizationType[quant]
+    writer = gguf.GGUFWriter(str(model.path), model.arch)
+    for key, value in model.metadata.items():
+        _add(writer, key, value)
+    for name, values in model.tensors.items():
+        dtype = matrix_type if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        model.types[name] = dtype
+        writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, list(value))
