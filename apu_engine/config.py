@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -291,7 +291,7 @@ class EngineConfig:
     )
     max_tokens: int = _option(
         "int", 0, "Tokens generated when a request names no limit; 0 goes on to the end of the context.",
-        "--max-tokens", group="engine", lo=0, hi=1 << 24, default_text="0 (to the end of the context)",
+        "--max-tokens", "-n", group="engine", lo=0, hi=1 << 24, default_text="0 (to the end of the context)",
     )
 
     # ---- sampling defaults
@@ -419,6 +419,12 @@ def spec(name: str) -> Spec:
     """The option called `name`; KeyError when there is none."""
     specs()
     return _SPECS[name]
+
+
+def debug_wanted(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+    """Whether tracebacks are asked for: known before the command line is parsed, because parsing can fail too."""
+    environment = os.environ if environment is None else environment
+    return "--debug" in argv or environment.get(spec("debug").env, "").lower() in _TRUE
 
 
 def configuration_markdown() -> str:

@@ -95,14 +95,10 @@ class Engine:
         self._queue_limit = queue
         self._scheduler = Scheduler(PagePool(runner.groups), parallel, runner.max_rows, runner.max_outputs)
         if self._scheduler.pool.reserve(context, runner.max_rows) is None:
-            raise ConfigError(
-                f"ctx: {context} tokens do not fit the KV cache that the model was planned with", "ctx"
-            )
+            raise ConfigError(f"ctx: {context} tokens do not fit the KV cache that the model was planned with", "ctx")
         for group in self._scheduler.pool.groups:
             group.reserved = 0
-        self._lock = (
-            threading.Lock()
-        )  # guards everything below and the moment between building and submitting
+        self._lock = threading.Lock()  # guards everything below and the moment between building and submitting
         self._wake = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._waiting: deque[tuple[Job, float]] = deque()
@@ -192,9 +188,7 @@ class Engine:
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self.vocabulary:
             bad = low if low < 0 else high
-            raise ConfigError(
-                f"prompt: expected token ids from 0 to {self.vocabulary - 1}, found {bad}", "prompt"
-            )
+            raise ConfigError(f"prompt: expected token ids from 0 to {self.vocabulary - 1}, found {bad}", "prompt")
         for token in job.params.logit_bias:
             if not 0 <= token < self.vocabulary:
                 raise ConfigError(

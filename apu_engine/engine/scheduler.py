@@ -82,9 +82,7 @@ class Scheduler:
             elif count == left and not outputs:
                 count -= 1  # the last row needs an output; it comes with the next step
             if count:
-                chunk = Chunk(
-                    sequence, sequence.position, count, count == left and sequence.job.max_tokens > 0
-                )
+                chunk = Chunk(sequence, sequence.position, count, count == left and sequence.job.max_tokens > 0)
                 chunks.append(chunk)
                 rows, outputs = rows - count, outputs - chunk.outputs
         for chunk in chunks:

@@ -72,9 +72,7 @@ class Sequence:
         "tables",
     )
 
-    def __init__(
-        self, job: Job, submitted_at: float, tables: tuple[PageTable, ...], reserved: tuple[int, ...]
-    ) -> None:
+    def __init__(self, job: Job, submitted_at: float, tables: tuple[PageTable, ...], reserved: tuple[int, ...]) -> None:
         params = job.params
         self.job = job
         self.prompt: NDArray[np.int32] = np.asarray(job.prompt, np.int32)
@@ -85,9 +83,7 @@ class Sequence:
         self.last_token = -1
         self.alone = False  # after a failed step: run it by itself, to learn whose fault it was
         self.seed = params.seed if params.seed is not None else secrets.randbits(32)
-        penalised = (
-            params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-        )
+        penalised = params.repeat_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
         self.history = History(self.prompt.tolist(), params.repeat_last_n) if penalised else None
         n = len(params.logit_bias)
         self.bias = (

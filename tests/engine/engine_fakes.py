@@ -1,7 +1,8 @@
-"""A runner without a model: the next token is a function of the tokens before it, kept in pages as a plan would.
+"""A runner without a model: the next token is a function of the tokens before it, kept in pages as a plan
+would.
 
-It checks what a plan would check: pages are in range and never shared, positions follow on, limits hold. Gates let a
-test hold a step open and decide how it ends.
+It checks what a plan would check: pages are in range and never shared, positions follow on, limits hold.
+Gates let a test hold a step open and decide how it ends.
 """
 
 from __future__ import annotations

@@ -1,0 +1,243 @@
+"""`apu-engine chat`: a conversation on the terminal, one answer for `-p` or piped text, or a plain
+continuation.
+
+Answers go to standard output and everything else to standard error, so that a pipe gets the answer alone.
+Ctrl-C ends the answer that is being written, not the conversation; at the prompt it clears the line.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from apu_engine.cli.app import with_config
+from apu_engine.cli.serve import require_model
+from apu_engine.config import EngineConfig
+from apu_engine.errors import ApuError, ConfigError
+
+if TYPE_CHECKING:
+    from apu_engine.engine.llm import LLM, Completion, Generation
+
+HELP = """\
+/help            this text
+/reset           forget the conversation
+/system [TEXT]   set or clear the system prompt; forgets the conversation
+/regen           answer the last message again
+/timings         switch timings on or off
+/quit            leave, as does Ctrl-D
+A line that ends in \\ goes on in the next. Ctrl-C stops an answer."""
+
+
+@with_config("model", "engine", "sampling", "text", "output", exclude=("queue", "parallel"), model_argument=True)
+def chat(
+    config: EngineConfig,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,
+) -> int | None:
+    """Chat with a model. With -p or piped text: one answer, then exit; both together: -p, then the piped
+    text.
+    """
+    require_model(config, "chat")
+    interactive = prompt is None and sys.stdin.isatty()
+    text = "" if interactive else _one_shot_text(prompt)
+    from apu_engine.engine.llm import LLM
+
+    with LLM.from_config(config, on_progress=_progress()) as llm:
+        for notice in llm.runtime.notices:
+            print(f"note: {notice}", file=sys.stderr)
+        session = Session(llm, raw, config.timings, config.system)
+        if interactive:
+            return repl(session)
+        return session.once(text)
+
+
+def _one_shot_text(prompt: str | None) -> str:
+    piped = _read_stdin() if _is_piped(prompt is None) else ""
+    parts = [part for part in (prompt, piped) if part]
+    if not parts:
+        raise ConfigError("the prompt is empty; give -p TEXT or pipe text in", "prompt")
+    return "\n\n".join(parts)
+
+
+def _is_piped(required: bool) -> bool:
+    """Whether to read standard input to its end: a pipe or a file; anything but a terminal without -p."""
+    import os
+    import stat
+
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return False
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    return required or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})", "prompt") from None
+
+
+def _progress() -> Any:
+    if not sys.stderr.isatty():
+        return None
+    from apu_engine.memory.progress import ProgressPrinter
+
+    return ProgressPrinter()
+
+
+@dataclass
+class Session:
+    """A conversation: history, and how its answers are printed."""
+
+    llm: LLM
+    raw: bool = False
+    timings: bool = False
+    system: str | None = None
+    history: list[dict[str, str]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return head + self.history
+
+    def once(self, text: str) -> int:
+        """One answer to `text`; 130 when it was interrupted."""
+        completion = self._print(self._start(text))
+        print(flush=True)
+        return 130 if completion.finish_reason == "cancelled" else 0
+
+    def turn(self, text: str) -> None:
+        """Answer `text` within the conversation. An answer that was interrupted stays in it as far as it
+        came.
+        """
+        generation = self._start(text)  # raises before the history changes for good
+        completion = self._print(generation)
+        print(flush=True)
+        self.history.append({"role": "assistant", "content": completion.text})
+        if completion.finish_reason == "length":
+            print("(stopped at the limit on tokens; /reset starts afresh)", file=sys.stderr)
+
+    def _start(self, text: str) -> Generation:
+        if self.raw:
+            return self.llm.stream(text)
+        self.history.append({"role": "user", "content": text})
+        try:
+            return self.llm.stream_chat(self.messages())
+        except BaseException:
+            self.history.pop()
+            raise
+
+    def _print(self, generation: Generation) -> Completion:
+        try:
+            for piece in generation:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            generation.close()
+        completion = generation.result
+        if self.timings:
+            print(f"\n{timing_lines(self.llm, completion)}", file=sys.stderr)
+        return completion
+
+
+def timing_lines(llm: LLM, completion: Completion) -> str:
+    """Where the time went: from process start to the first token, then prompt and generation."""
+    from apu_engine.engine.load import stage_lines
+
+    t = completion.timings
+    prompt_rate = t.prompt_tokens / t.prompt_seconds if t.prompt_seconds else 0.0
+    steps = max(t.generated_tokens - 1, 0)
+    rate = steps / t.decode_seconds if t.decode_seconds else 0.0
+    total = sum(seconds for _, seconds in llm.runtime.stages)
+    return (
+        f"load {total * 1e3:.0f} ms ({stage_lines(llm.runtime.stages)})\n"
+        f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds * 1e3:.0f} ms ({prompt_rate:.1f} tok/s), "
+        f"answer {t.generated_tokens} tokens in {t.decode_seconds * 1e3:.0f} ms ({rate:.1f} tok/s)\n"
+        f"process start to first token {_since_start(t.decode_seconds) * 1e3:.0f} ms"
+    )
+
+
+def _since_start(later: float) -> float:
+    """Seconds from the start of this process to `later` seconds ago."""
+    import os
+    from pathlib import Path
+
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started - later
+
+
+# ---- the read-eval-print loop
+
+
+def repl(session: Session) -> int:
+    """Read lines until Ctrl-D or /quit."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  line editing and recall for input()
+
+    print(f"{session.llm.summary()}\n/help lists commands.", file=sys.stderr)
+    while True:
+        try:
+            text = _read_message()
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if not text.strip():
+            continue
+        try:
+            if text.startswith("/"):
+                if command(session, text) == "quit":
+                    return 0
+            else:
+                session.turn(text)
+        except ApuError as error:
+            print(f"error: {error}", file=sys.stderr)
+            if session.llm.engine.status().state == "failed":
+                return 1
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+
+
+def _read_message() -> str:
+    lines = [input("> ")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(". "))
+    return "\n".join(lines)
+
+
+def command(session: Session, text: str) -> str:
+    """Run a /command; "quit" when the loop is to end."""
+    name, _, rest = text[1:].partition(" ")
+    if name in ("quit", "exit", "bye"):
+        return "quit"
+    if name == "reset":
+        session.history.clear()
+    elif name == "system":
+        session.system = rest.strip() or None
+        session.history.clear()
+    elif name == "timings":
+        session.timings = not session.timings
+    elif name == "regen":
+        if len(session.history) < 2:
+            print("there is nothing to answer again", file=sys.stderr)
+        else:
+            session.history.pop()
+            session.turn(session.history.pop()["content"])
+    else:
+        if name != "help":
+            print(f"there is no command /{name}", file=sys.stderr)
+        print(HELP, file=sys.stderr)
+    return ""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("chat")(chat)

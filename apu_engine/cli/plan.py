@@ -1,0 +1,44 @@
+"""`apu-engine plan`: what a model's step is made of, from its header alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from apu_engine.cli.app import with_config
+from apu_engine.cli.serve import require_model
+from apu_engine.config import EngineConfig
+
+
+@with_config(
+    "model",
+    "engine",
+    "output",
+    exclude=("threads", "isa", "pin", "memory", "mlock", "prefetch", "queue", "max_tokens", "log_level", "timings"),
+    model_argument=True,
+)
+def plan(
+    config: EngineConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per op.")] = False,
+) -> None:
+    """List the ops of a model with shapes, types and the bytes that each reads per decode step."""
+    from apu_engine import arch
+    from apu_engine.engine.load import plan_options
+    from apu_engine.plan import dump
+    from apu_engine.weights.gguf import open_model
+
+    model = open_model(require_model(config, "plan"))
+    context, options = plan_options(config, model)
+    spec = arch.plan(model, options)
+    if as_json:
+        for line in dump.lines(spec):
+            print(json.dumps(asdict(line)))
+        return
+    print(dump.render(spec, context=context.tokens))
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)

@@ -1,0 +1,370 @@
+"""The Python API: one object per model, text or token ids in, text and token ids out.
+
+Everything runs through the same engine thread, tokenizer and templates as the server; this file only joins
+them for callers that wait. A file without a tokenizer still gives `logits(ids)` and `generate(ids)`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apu_engine.config import EngineConfig
+from apu_engine.engine.job import Done, FinishReason, Job, Timings, TokenEvent
+from apu_engine.engine.load import OnProgress, OnStage, Runtime, load, summary
+from apu_engine.engine.sampling import with_overrides
+from apu_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from apu_engine.memory.footprint import Footprint
+    from apu_engine.text.stream import TextStream
+    from apu_engine.text.template import ChatTemplate
+    from apu_engine.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """A finished answer. `tokens` are all generated ids; `text` ends before a stop string, and is "" without
+    a tokenizer. `logprobs` has one TokenEvent per token when they were asked for."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    timings: Timings
+    seed: int
+    logprobs: list[TokenEvent] | None = None
+
+
+class Generation:
+    """An answer under way: iterate over its text pieces; `result` is the Completion once it ended.
+
+    Leaving it early (`close`, or leaving the `with` block) cancels the request.
+    """
+
+    def __init__(self, runtime: Runtime, job: Job, text: TextStream | None) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._text = text
+        self._events: queue.SimpleQueue[TokenEvent | Done] = queue.SimpleQueue()
+        self._tokens: list[TokenEvent] = []
+        self._pieces: list[str] = []
+        self._stopped = False  # a stop string was found
+        self._result: Completion | None = None
+        job.on_event = lambda _, event: self._events.put(event)
+        runtime.engine.submit(job)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids so far."""
+        return [event.token for event in self._tokens]
+
+    @property
+    def result(self) -> Completion:
+        """The whole answer; waits for it. Raises what ended the request with an error."""
+        for _ in self:
+            pass
+        assert self._result is not None
+        return self._result
+
+    def __iter__(self) -> Iterator[str]:
+        while self._result is None:
+            try:
+                event = self._events.get()
+            except BaseException:
+                self.close()
+                raise
+            piece = self._finish(event) if isinstance(event, Done) else self._token(event)
+            if piece:
+                self._pieces.append(piece)
+                yield piece
+
+    def _token(self, event: TokenEvent) -> str:
+        if self._stopped:
+            return ""
+        self._tokens.append(event)
+        if self._text is None:
+            return ""
+        piece = self._text.push(event.token)
+        if self._text.finished:
+            self._stopped = True
+            self._runtime.engine.cancel(self._job)
+        return piece
+
+    def _finish(self, done: Done) -> str:
+        tail = ""
+        if self._text is not None and not self._stopped:
+            tail = self._text.flush()
+            self._stopped = self._text.finished is not None
+        reason = "stop" if self._stopped and done.reason != "error" else done.reason
+        self._result = Completion(
+            text="".join(self._pieces) + tail,
+            tokens=self.tokens,
+            finish_reason=reason,
+            timings=done.timings,
+            seed=done.seed,
+            logprobs=list(self._tokens) if self._job.params.logprobs else None,
+        )
+        if done.reason == "error":
+            assert done.error is not None
+            raise done.error
+        return tail
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended; `result` is then what came so far."""
+        if self._result is None:
+            self._runtime.engine.cancel(self._job)
+            while self._result is None:
+                event = self._events.get()
+                if isinstance(event, Done):
+                    self._finish(replace(event, reason="cancelled") if event.reason == "error" else event)
+                else:
+                    self._token(event)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LLM:
+    """A model, loaded. Options that are None come from their APU_* variable, else from their default
+    (docs/configuration.md); `options` takes any other option of EngineConfig by name.
+
+    `on_stage(name)` is called at the end of "tokenizer", "pool", "map", "load" and "ready"; `on_progress`
+    with readahead's Progress. `copy_weights` makes the anonymous copy that this engine avoids, to test that
+    it is noticed.
+
+    Raises ConfigError, FormatError, ModelError, MappingError or BudgetError; each message says what to do.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | None = None,
+        device: str | None = None,
+        ctx: int | None = None,
+        threads: int | None = None,
+        precision: str | None = None,
+        *,
+        on_stage: OnStage | None = None,
+        on_progress: OnProgress | None = None,
+        copy_weights: bool | None = None,
+        **options: Any,
+    ) -> None:
+        given = {
+            "model": None if path is None else fspath(path),
+            "device": device,
+            "ctx": ctx,
+            "threads": threads,
+            "precision": precision,
+            "copy_weights": copy_weights,
+            **options,
+        }
+        self._open(EngineConfig.resolve(given), on_stage, on_progress)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        on_stage: OnStage | None = None,
+        on_progress: OnProgress | None = None,
+        cancel: threading.Event | None = None,
+    ) -> LLM:
+        """A model loaded as `config` says; nothing is read from the environment. Setting `cancel` ends
+        loading soon.
+        """
+        self = cls.__new__(cls)
+        self._open(config, on_stage, on_progress, cancel)
+        return self
+
+    def _open(
+        self,
+        config: EngineConfig,
+        on_stage: OnStage | None,
+        on_progress: OnProgress | None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.runtime = load(config, on_stage, on_progress, cancel)
+        self.config = config
+        self.engine = self.runtime.engine
+        self.sampling = self.runtime.sampling
+        self._template: ChatTemplate | None = None
+
+    # ---- facts
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.runtime.context.tokens
+
+    @property
+    def vocabulary(self) -> int:
+        """V: token ids are below it."""
+        return self.runtime.loaded.vocabulary
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelError when the file has none."""
+        if self.runtime.tokenizer is None:
+            assert self.runtime.tokenizer_error is not None
+            raise self.runtime.tokenizer_error
+        return self.runtime.tokenizer
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by plan: "weights" (mapped), "kv" and "scratch" (reserved, committed when used), "copied"."""
+        loaded = self.runtime.loaded
+        return {
+            "weights": loaded.weight_bytes,
+            "kv": loaded.kv_bytes,
+            "scratch": loaded.scratch_bytes,
+            "copied": sum(copy.nbytes for copy in self.runtime.copies),
+        }
+
+    def footprint(self) -> Footprint:
+        """What this process holds of the model's files and in anonymous memory, as the kernel reports it."""
+        from apu_engine.memory.footprint import footprint
+
+        return footprint(files=[mapping.path for mapping in self.runtime.mappings])
+
+    def summary(self) -> str:
+        """One line: weights mapped, copied and anonymous bytes, context and KV cache."""
+        return summary(self.runtime)
+
+    # ---- tokens
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`, with BOS where the model wants it; control tokens in it stay text by default."""
+        return self.tokenizer.encode(text, add_special, parse_special)
+
+    def detokenize(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(ids, skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for: any bytes, not always whole characters."""
+        return self.tokenizer.token_bytes(token)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer; none without a tokenizer."""
+        tokenizer = self.runtime.tokenizer
+        return frozenset() if tokenizer is None else frozenset(tokenizer.eog_ids)
+
+    def text_stream(self, stop: str | Sequence[str] = (), continuation: bool = False) -> TextStream:
+        """A filter that turns the tokens of one answer into text, ending at stop strings."""
+        from apu_engine.text.stream import TextStream, check_stop
+
+        return TextStream(self.tokenizer, check_stop(stop), continuation=continuation)
+
+    def logits(self, ids: Prompt) -> NDArray[np.float32]:
+        """(T, V) float32: for each position the logits of the token after it. Runs from an empty context."""
+        prompt = self._ids(ids)
+        out = np.empty((len(prompt), self.vocabulary), np.float32)
+        job = self._job(prompt, 0, {}, ignore_eos=True)
+        job.logits = out
+        Generation(self.runtime, job, None).result  # noqa: B018  waits
+        return out
+
+    # ---- answers
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        _continuation: bool = True,
+        **sampling: Any,
+    ) -> Generation:
+        """Continue `prompt`, text or token ids; iterate over the result for text as it comes.
+
+        `max_tokens` None takes the option of that name, 0 there goes on to the end of the context. `sampling`
+        takes temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, frequency_penalty,
+        presence_penalty, seed, logit_bias, logprobs, top_logprobs. Raises ConfigError or ContextLengthError
+        at once for what cannot run.
+        """
+        ids = self._ids(prompt)
+        job = self._job(ids, max_tokens, sampling, ignore_eos)
+        text: TextStream | None = None
+        if self.runtime.tokenizer is not None or stop:
+            text = self.text_stream(stop, continuation=_continuation)
+        return Generation(self.runtime, job, text)
+
+    def generate(self, prompt: Prompt, max_tokens: int | None = None, **options: Any) -> Completion:
+        """As `stream`, but waits for the whole answer."""
+        return self.stream(prompt, max_tokens, **options).result
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[Message],
+        max_tokens: int | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Answer a conversation, rendered with the model's chat template.
+
+        A string is one user message, preceded by the `system` option's text where it is set.
+        `template_options` go to the template.
+        """
+        ids = self.chat_tokens(messages, **(template_options or {}))
+        return self.stream(ids, max_tokens, _continuation=False, **options)
+
+    def chat(self, messages: str | Sequence[Message], max_tokens: int | None = None, **options: Any) -> Completion:
+        """As `stream_chat`, but waits for the whole answer."""
+        return self.stream_chat(messages, max_tokens, **options).result
+
+    def close(self, timeout: float = 0.0) -> None:
+        """End running requests after at most `timeout` seconds and free everything. Harmless twice."""
+        self.runtime.close(timeout)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- helpers
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenize(prompt)
+        array = np.asarray(prompt)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ConfigError(
+                f"prompt: expected text or a flat list of token ids, found {array.ndim} dimensions of {array.dtype}",
+                "prompt",
+            )
+        ids: list[int] = array.tolist()
+        return ids
+
+    def _job(self, ids: Sequence[int], max_tokens: int | None, sampling: Mapping[str, Any], ignore_eos: bool) -> Job:
+        if max_tokens is None:
+            max_tokens = self.config.max_tokens or max(self.context - len(ids), 1)
+        elif isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0:
+            raise ConfigError(f"max_tokens: expected an integer of at least 0, found {max_tokens!r}", "max_tokens")
+        return Job(
+            prompt=ids,
+            params=with_overrides(self.runtime.sampling, **sampling),
+            max_tokens=max_tokens,
+            stop_ids=self.stop_ids,
+            on_event=lambda job, event: None,
+            ignore_eos=ignore_eos,
+        )

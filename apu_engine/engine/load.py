@@ -1,0 +1,262 @@
+"""From a configuration to a running engine, in stages that can be watched and timed.
+
+Order: "tokenizer" (header, tokenizer), "pool" (device and its threads), "map" (files mapped, nothing read),
+"load" (readahead, plan and states), "ready". At "pool" nothing is mapped yet: the footprint check takes its
+baseline there. `Runtime.close` undoes all of it in reverse order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apu_engine.config import EngineConfig
+from apu_engine.engine.context import ContextChoice, choose_context
+from apu_engine.engine.engine import Engine
+from apu_engine.engine.job import SamplingParams
+from apu_engine.engine.pages import PAGE_TOKENS
+from apu_engine.engine.sampling import sampling_defaults
+from apu_engine.errors import ApuError, ConfigError, ModelError
+from apu_engine.memory.budget import human_bytes, memory_available
+from apu_engine.memory.mapping import Mapping, Progress, mlock, prefetch
+from apu_engine.weights.model_file import ModelFile
+
+if TYPE_CHECKING:
+    from apu_engine._native import Device
+    from apu_engine.arch import LoadedModel, PlanOptions
+    from apu_engine.text.tokenizer import Tokenizer
+
+STAGES = ("tokenizer", "pool", "map", "load", "ready")
+MAX_OUTPUTS = 32  # output rows of a step: what bounds the logits scratch, and the speed of logits(ids)
+OnStage = Callable[[str], None]
+OnProgress = Callable[[Progress], None]
+
+
+class AnonymousCopy:
+    """A mapping's bytes copied to anonymous memory: what this engine exists to avoid, made on purpose for a
+    test.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._bytes: NDArray[np.uint8] = mapping.array().copy()
+        self.address: int = self._bytes.ctypes.data
+        self.nbytes = self.size = mapping.nbytes
+
+
+@dataclass(slots=True)
+class Runtime:
+    """Everything that is open for one model."""
+
+    config: EngineConfig
+    model: ModelFile
+    tokenizer: Tokenizer | None
+    tokenizer_error: ModelError | None  # why there is no tokenizer
+    sampling: SamplingParams
+    device: Device
+    device_reason: str
+    mappings: list[Mapping]
+    loaded: LoadedModel
+    context: ContextChoice
+    engine: Engine
+    notices: list[str] = field(default_factory=list)
+    stages: list[tuple[str, float]] = field(default_factory=list)  # (stage, seconds it took)
+    copies: list[AnonymousCopy] = field(default_factory=list)
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Ends the engine after at most `timeout` seconds, then frees everything. Harmless twice."""
+        self.engine.close(timeout)
+        self.loaded.close()
+        self.copies.clear()
+        for mapping in self.mappings:
+            mapping.close()
+        self.device.close()
+
+
+class LoadCancelled(ApuError):
+    """The `cancel` event of `load` was set."""
+
+
+class _Stages:
+    def __init__(self, on_stage: OnStage | None, cancel: threading.Event) -> None:
+        self.cancel = cancel
+        self.times: list[tuple[str, float]] = []
+        self._on_stage = on_stage
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.times.append((name, now - self._last))
+        if self._on_stage is not None:
+            self._on_stage(name)
+        if self.cancel.is_set() and name != "ready":
+            raise LoadCancelled("loading was cancelled")
+        self._last = time.perf_counter()
+
+
+def load(
+    config: EngineConfig,
+    on_stage: OnStage | None = None,
+    on_progress: OnProgress | None = None,
+    cancel: threading.Event | None = None,
+) -> Runtime:
+    """Open `config.model` and start an engine for it.
+
+    Calls `on_stage(name)` at the end of each of STAGES and `on_progress` during readahead; setting `cancel`
+    ends loading at the next stage with LoadCancelled. Raises ConfigError, FormatError, ModelError,
+    MappingError, BudgetError or NativeError; what was opened by then is closed again.
+    """
+    if config.model is None:
+        raise ConfigError("model: no model was named", "model")
+    stages = _Stages(on_stage, cancel or threading.Event())
+    opened: list[Any] = []
+    try:
+        return _load(config, config.model, stages, on_progress, opened)
+    except BaseException:
+        for item in reversed(opened):
+            item.close()
+        raise
+
+
+def _load(
+    config: EngineConfig, path: str, stages: _Stages, on_progress: OnProgress | None, opened: list[Any]
+) -> Runtime:
+    from apu_engine.weights.gguf import open_model
+
+    model = open_model(Path(path))
+    tokenizer, tokenizer_error = _tokenizer(model)
+    stages.end("tokenizer")
+
+    from apu_engine import _native, arch
+    from apu_engine.device import pick_device
+
+    kind, reason = pick_device(config.device)
+    if kind == "cpu" and config.memory not in ("auto", "direct"):
+        raise ConfigError(
+            f"memory: {config.memory} needs a GPU; the cpu device reads the mapped file in place (auto or direct)",
+            "memory",
+        )
+    device = _native.Device.open(kind, threads=config.threads, isa=config.isa, pin=config.pin)
+    opened.append(device)
+    stages.end("pool")
+
+    context, options = plan_options(config, model)
+    notices = list(context.notices)
+    mappings: list[Mapping] = []
+    for file, size in zip(model.files, model.file_sizes, strict=True):
+        mappings.append(Mapping.open(file, size))
+        opened.append(mappings[-1])
+    stages.end("map")
+
+    if config.mlock:
+        notices.append(mlock(mappings).notice)
+    if config.prefetch:
+        notices.append(prefetch(mappings, max(device.props.threads, 2), on_progress, stages.cancel).notice)
+    copies = [AnonymousCopy(mapping) for mapping in mappings] if config.copy_weights else []
+    loaded = arch.load(model, copies or mappings, device, options, config.memory)
+    opened.append(loaded)
+    from apu_engine.engine.runner import PlanRunner
+
+    def check() -> None:
+        for mapping in mappings:
+            mapping.check()
+
+    engine = Engine(
+        PlanRunner(loaded), context=context.tokens, parallel=config.parallel, queue=config.queue, check=check
+    )
+    stages.end("load")
+    runtime = Runtime(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        tokenizer_error=tokenizer_error,
+        sampling=sampling_defaults(config, model),
+        device=device,
+        device_reason=reason,
+        mappings=mappings,
+        loaded=loaded,
+        context=context,
+        engine=engine,
+        notices=[notice for notice in notices if notice],
+        stages=stages.times,
+        copies=copies,
+    )
+    stages.end("ready")
+    return runtime
+
+
+def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
+    """A file without a usable tokenizer still runs on token ids; why is kept for whoever asks for text."""
+    if "tokenizer.ggml.model" not in model.metadata:
+        missing = f"{model.path}: has no tokenizer (tokenizer.ggml.model is missing); it can run on token ids only"
+        return None, ModelError(missing, ("tokenizer.ggml.model",))
+    from apu_engine.text.tokenizer import Tokenizer
+
+    try:
+        return Tokenizer.from_metadata(model.metadata, str(model.path)), None
+    except ModelError as error:
+        return None, error
+
+
+def plan_options(config: EngineConfig, model: ModelFile) -> tuple[ContextChoice, PlanOptions]:
+    """The context that fits, and the limits of a plan for it."""
+    from apu_engine import arch
+
+    info = arch.describe(model, config.kv_type)
+    outputs = max(MAX_OUTPUTS, config.parallel)
+
+    def options(ctx: int) -> PlanOptions:
+        return arch.PlanOptions(
+            ctx=ctx,
+            parallel=config.parallel,
+            max_rows=max(config.batch, config.parallel),
+            max_sequences=config.parallel,
+            max_outputs=outputs,
+            kv_type=config.kv_type,
+            precision=config.precision,
+        )
+
+    scratch = arch.plan(model, options(1)).arena_bytes
+
+    def need(ctx: int) -> int:
+        chosen = options(ctx)
+        pages = (arch.page_count(chosen, window) * bytes_ for window, bytes_ in groups)
+        return scratch + sum(pages)
+
+    groups = [
+        (window, PAGE_TOKENS * per_token)
+        for window, per_token in zip(info.windows, info.kv_bytes_per_token, strict=True)
+    ]
+    context = choose_context(
+        config.ctx, info.context_trained, need, memory_available(), info.weight_bytes, config.memory_limit
+    )
+    return context, options(context.tokens)
+
+
+def summary(runtime: Runtime) -> str:
+    """`weights 98.4 MB mapped, copied 0, anonymous 0; ctx 8192 (KV 184 MB)`, from what the kernel reports."""
+    from apu_engine.memory.footprint import footprint
+
+    now = footprint(files=[mapping.path for mapping in runtime.mappings])
+    mapped = sum(item.mapped for item in now.files)
+    anonymous = sum(item.anonymous for item in now.files)
+    copied = sum(copy.nbytes for copy in runtime.copies)
+    return (
+        f"weights {human_bytes(mapped)} mapped, copied {_bytes(copied)}, anonymous {_bytes(anonymous)}; "
+        f"ctx {runtime.context.tokens} (KV {human_bytes(runtime.loaded.kv_bytes)})"
+    )
+
+
+def _bytes(count: int) -> str:
+    return human_bytes(count) if count else "0"
+
+
+def stage_lines(stages: Sequence[tuple[str, float]]) -> str:
+    """`tokenizer 120 ms, pool 1 ms, ...`."""
+    return ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in stages)
