@@ -10,8 +10,11 @@ namespace apu::cpu::avx512 {
 inline constexpr uint32_t kMatvecRows = 8;
 
 size_t matvec_work_bytes(uint32_t k);
-// rows <= kMatvecRows; otherwise as KernelTable::matmul.
+size_t gemm_work_bytes(uint32_t k);
+// As KernelTable::matmul; matvec takes at most kMatvecRows rows.
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work);
+void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
+          void *work);
 
 } // namespace apu::cpu::avx512

@@ -252,6 +252,11 @@ constexpr uint64_t bit_move(int from, int to) {
   return 1ull << from << 8 * (7 - to);
 }
 
+template <int Low, int High, int To> APU_INLINE __m512i high_bit(__m512i bits) {
+  static constexpr Table<uint64_t> move{[](int i) { return bit_move(i < 4 ? Low : High, To); }};
+  return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+}
+
 template <class B> struct PairsGroup {
   static constexpr Order kOrder = Order::pairs;
   static constexpr int kBytes = sizeof(B);
@@ -263,11 +268,6 @@ template <class B> struct PairsGroup {
 
   struct Tail {};
   static Tail tail(int) { return {}; }
-
-  template <int Low, int High> static APU_INLINE __m512i high_bit(__m512i bits) {
-    static constexpr Table<uint64_t> move{[](int i) { return bit_move(i < 4 ? Low : High, 4); }};
-    return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
-  }
 
   template <bool, int> static APU_INLINE PairsGroup load(const uint8_t *p, const Tail &) {
     PairsGroup g;
@@ -283,10 +283,10 @@ template <class B> struct PairsGroup {
     }
     if constexpr (kFive) {
       const __m512i bits = _mm512_broadcast_i64x4(load256(p + 16));
-      g.q[0] = _mm512_or_si512(g.q[0], high_bit<0, 2>(bits));
-      g.q[1] = _mm512_or_si512(g.q[1], high_bit<1, 3>(bits));
-      g.q[2] = _mm512_or_si512(g.q[2], high_bit<4, 6>(bits));
-      g.q[3] = _mm512_or_si512(g.q[3], high_bit<5, 7>(bits));
+      g.q[0] = _mm512_or_si512(g.q[0], high_bit<0, 2, 4>(bits));
+      g.q[1] = _mm512_or_si512(g.q[1], high_bit<1, 3, 4>(bits));
+      g.q[2] = _mm512_or_si512(g.q[2], high_bit<4, 6, 4>(bits));
+      g.q[3] = _mm512_or_si512(g.q[3], high_bit<5, 7, 4>(bits));
     }
     return g;
   }
@@ -331,48 +331,101 @@ template <Order O> APU_INLINE __m256i dot_halves(const __m512i *q, __m512i scale
   return add_lanes(_mm512_add_epi32(even, odd), kHalvesFirst<O>, kHalvesSecond<O>);
 }
 
-template <> struct Group<Q6_K> {
-  static constexpr Order kOrder = Order::natural;
-  static constexpr int kBytes = sizeof(Q6_K);
+// Moves bits n, n + 1 of the lower and of the upper 32 bytes to bits `to`, to + 1.
+template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
+  static constexpr Table<uint64_t> move{[](int i) {
+    const int from = i < 4 ? Low : High;
+    return bit_move(from, To) | bit_move(from + 1, To + 1);
+  }};
+  return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+}
+
+template <class B, Order O> struct HalvesGroup {
+  static constexpr Order kOrder = O;
+  static constexpr int kBytes = sizeof(B);
   static constexpr bool kMin = false;
+  static constexpr int kOffset = Traits<B>::offset;
 
   __m512i q[4];
   __m256 ws, wm;
-  __m256i scales; // (16) int16
+  __m256i scales, mins; // (16) int16
 
   struct Tail {};
   static Tail tail(int) { return {}; }
 
-  template <int Low, int High> static APU_INLINE __m512i high_bits(__m512i bits) { // bits n, n+1 to 4, 5
-    static constexpr Table<uint64_t> move{[](int i) {
-      const int from = i < 4 ? Low : High;
-      return bit_move(from, 4) | bit_move(from + 1, 5);
-    }};
-    return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+  // c: sixteen int16, the negative sums of the activations' halves.
+  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
+    const __m512i words = _mm512_zextsi256_si512(scales);
+    const __m256i sum = dot_halves<O>(q, _mm512_permutexvar_epi16(kHalfScales<O>[0], words),
+                                      _mm512_permutexvar_epi16(kHalfScales<O>[1], words), y);
+    if constexpr (kOffset == 0) return sum;
+    static_assert(kOffset == 0 || kOffset == 4 || kOffset == 32);
+    const __m256i correction = _mm256_madd_epi16(scales, load_correction(c));
+    return _mm256_add_epi32(sum, _mm256_slli_epi32(correction, kOffset == 4 ? 2 : 5));
   }
+  // -(m0 * sum + m1 * sum) per block.
+  APU_INLINE __m256i minimums(const int32_t *c) const { return _mm256_madd_epi16(mins, load_correction(c)); }
+};
 
+APU_INLINE __m256 broadcast_f16(const uint8_t *p) {
+  uint16_t h;
+  memcpy(&h, p, 2);
+  return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(h)));
+}
+
+template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::natural> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i low4 = _mm512_set1_epi8(15);
     for (int i = 0; i < 2; i++) {
       const __m512i nibbles = load512(p + 64 * i);
       const __m512i bits = _mm512_broadcast_i64x4(load256(p + 128 + 32 * i));
-      g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, high_bits<0, 2>(bits), 0xea); // (a & b) | c
-      g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, high_bits<4, 6>(bits), 0xea);
+      g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
+      g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
     }
     g.scales = _mm256_cvtepi8_epi16(load128(p + 192));
-    uint16_t d;
-    memcpy(&d, p + 208, 2);
-    g.ws = _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(d)));
+    g.ws = broadcast_f16(p + 208);
     return g;
   }
+};
 
-  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
-    const __m512i words = _mm512_zextsi256_si512(scales);
-    const __m256i sum = dot_halves<kOrder>(q, _mm512_permutexvar_epi16(kHalfScales<kOrder>[0], words),
-                                           _mm512_permutexvar_epi16(kHalfScales<kOrder>[1], words), y);
-    // c: sixteen int16, the negative sums of the activations' halves; the integers are 32 too large
-    return _mm256_add_epi32(sum, _mm256_slli_epi32(_mm256_madd_epi16(scales, load_correction(c)), 5));
+template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    const __m512i bits = load512(p + 16), low2 = _mm512_set1_epi8(3);
+    g.q[0] = _mm512_and_si512(bits, low2);
+    g.q[1] = _mm512_and_si512(_mm512_srli_epi16(bits, 2), low2);
+    g.q[2] = _mm512_and_si512(_mm512_srli_epi16(bits, 4), low2);
+    g.q[3] = _mm512_and_si512(_mm512_srli_epi16(bits, 6), low2);
+    const __m256i packed = _mm256_cvtepu8_epi16(load128(p));
+    g.scales = _mm256_and_si256(packed, _mm256_set1_epi16(15));
+    g.mins = _mm256_srli_epi16(packed, 4);
+    g.ws = broadcast_f16(p + 80);
+    g.wm = broadcast_f16(p + 82);
+    return g;
+  }
+};
+
+template <> struct Group<Q3_K> : HalvesGroup<Q3_K, Order::split> {
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    const __m512i high = _mm512_broadcast_i64x4(load256(p)), bits = load512(p + 32), low2 = _mm512_set1_epi8(3);
+    g.q[0] = _mm512_ternarylogic_epi64(bits, low2, high_bit<0, 4, 2>(high), 0xea); // (a & b) | c
+    g.q[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 2), low2, high_bit<1, 5, 2>(high), 0xea);
+    g.q[2] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 4), low2, high_bit<2, 6, 2>(high), 0xea);
+    g.q[3] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 6), low2, high_bit<3, 7, 2>(high), 0xea);
+    uint64_t low;
+    uint32_t top;
+    memcpy(&low, p + 96, 8);
+    memcpy(&top, p + 104, 4);
+    const uint64_t nibbles = 0x0f0f0f0f0f0f0f0full, twos = 0x3030303030303030ull;
+    const uint64_t top01 = (top << 4 | uint64_t{top} << 34) & twos; // bits 0..1 of a byte, then bits 2..3
+    const uint64_t top23 = (uint64_t{top} | uint64_t{top} >> 2 << 32) & twos;
+    const __m128i sixes = _mm_set_epi64x(static_cast<int64_t>((low >> 4 & nibbles) | top23),
+                                         static_cast<int64_t>((low & nibbles) | top01));
+    g.scales = _mm256_sub_epi16(_mm256_cvtepu8_epi16(sixes), _mm256_set1_epi16(32));
+    g.ws = broadcast_f16(p + 108);
+    return g;
   }
 };
 

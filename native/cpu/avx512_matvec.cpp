@@ -69,6 +69,9 @@ APU_INLINE void step(const uint8_t *p, const typename Group<B>::Tail &tail, cons
     const __m256i integers = w.template dot<Quads>(a.y + at * kGroup, a.c + at * kLanes);
     acc[t] =
         _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), _mm256_mul_ps(w.ws, _mm256_load_ps(a.d + at * kLanes)), acc[t]);
+    if constexpr (Traits<B>::minimum == Minimum::per_half)
+      acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(w.minimums(a.c + at * kLanes)),
+                               _mm256_mul_ps(w.wm, _mm256_load_ps(a.d + at * kLanes)), acc[t]);
     if constexpr (Group<B>::kMin) acc[t] = _mm256_fmadd_ps(w.wm, _mm256_load_ps(a.s + at * kLanes), acc[t]);
   }
 }
@@ -127,6 +130,8 @@ void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, 
   case APU_Q5_0: return matvec_type<Q5_0>(w, a, rows, begin, end, y, y_stride, work);
   case APU_Q5_1: return matvec_type<Q5_1>(w, a, rows, begin, end, y, y_stride, work);
   case APU_Q8_0: return matvec_type<Q8_0>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q2_K: return matvec_type<Q2_K>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q3_K: return matvec_type<Q3_K>(w, a, rows, begin, end, y, y_stride, work);
   case APU_Q4_K: return matvec_type<Q4_K>(w, a, rows, begin, end, y, y_stride, work);
   case APU_Q5_K: return matvec_type<Q5_K>(w, a, rows, begin, end, y, y_stride, work);
   case APU_Q6_K: return matvec_type<Q6_K>(w, a, rows, begin, end, y, y_stride, work);

@@ -1,0 +1,305 @@
+// Quantised matrix times many rows of activations. A tile of 32 weight rows x K is unpacked once to unsigned bytes
+// in `work` (it stays in L2), then multiplied with every eight rows of activations by vpdpbusd.
+// The float accumulators are kept per (output, lane b mod 8), 8 KB that stay in L1, so that results have the bits of
+// the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
+// Tile: per 32-block 8 steps x 32 rows x 4 bytes; ws, and wm or the integer scales, as (32) per block.
+#include "avx512.h"
+#include "avx512_group.h"
+
+#ifdef APU_AVX512
+
+#include "../include/apu.h"
+
+namespace apu::cpu::avx512 {
+namespace {
+
+constexpr int kTileRows = 32;
+constexpr int kActRows = 8;
+constexpr size_t kActBytes = size_t{2} << 20; // packed activations per pass over the weights
+
+struct Tile {
+  uint8_t *w;      // (blocks, 8, 32, 4)
+  float *ws;       // (blocks, 32)
+  float *wm;       // (blocks, 32)
+  int32_t *scales; // (blocks, 2, 32)
+  int32_t *mins;   // (blocks, 32) pairs of int16, of both halves
+};
+
+struct Activations { // of kActRows rows
+  const int8_t *y;   // (blocks, 8, 32)
+  const float *d;    // (blocks, 8)
+  const float *s;    // (blocks, 8); with minimums per half the bits of two int16, the negative sums
+  const int32_t *c;  // (blocks, 2, 8) what the integer sums of both halves start with
+};
+
+size_t padded_blocks(uint32_t k) {
+  return (k + kGroup - 1) / kGroup * kLanes;
+}
+
+size_t rows_per_pass(uint32_t k) {
+  const size_t rows = kActBytes / (padded_blocks(k) * kBlock) / kActRows * kActRows;
+  return rows < 64 ? 64 : rows > 512 ? 512 : rows;
+}
+
+constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 4);
+constexpr size_t kActBlockBytes = kBlock + 4 + 4 + 8; // per row
+
+// Dword s of 16 rows of 16 bytes each, for s = 0..3.
+APU_INLINE void transpose(const uint8_t *rows, size_t stride, __m512i *out) {
+  __m512i z[4];
+  for (int i = 0; i < 4; i++) {
+    z[i] = _mm512_zextsi128_si512(load128(rows + i * stride));
+    z[i] = _mm512_inserti32x4(z[i], load128(rows + (i + 4) * stride), 1);
+    z[i] = _mm512_inserti32x4(z[i], load128(rows + (i + 8) * stride), 2);
+    z[i] = _mm512_inserti32x4(z[i], load128(rows + (i + 12) * stride), 3);
+  }
+  const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
+  const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+  out[0] = _mm512_unpacklo_epi64(a, c);
+  out[1] = _mm512_unpackhi_epi64(a, c);
+  out[2] = _mm512_unpacklo_epi64(b, d);
+  out[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// Four columns of dwords to rows of the tile.
+APU_INLINE void transpose_to(const void *rows, size_t stride, void *to) {
+  __m512i out[4];
+  transpose(static_cast<const uint8_t *>(rows), stride, out);
+  for (int i = 0; i < 4; i++) _mm512_store_si512(static_cast<uint8_t *>(to) + 4 * kTileRows * i, out[i]);
+}
+
+// One group of 16 rows, as it is loaded, before the transposition.
+struct Staging {
+  alignas(64) uint8_t q[16][kGroup];
+  alignas(64) float ws[16][8];
+  alignas(64) float wm[16][8];
+  alignas(64) int32_t scales[16][16];
+  alignas(64) int32_t mins[16][8];
+};
+
+template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &staging) {
+  for (int i = 0; i < 4; i++) _mm512_store_si512(staging.q[r] + 64 * i, g.q[i]);
+  _mm256_store_ps(staging.ws[r], g.ws);
+  if constexpr (Traits<B>::minimum != Minimum::none) _mm256_store_ps(staging.wm[r], g.wm);
+  if constexpr (Traits<B>::minimum == Minimum::per_half)
+    _mm256_store_si256(reinterpret_cast<__m256i *>(staging.mins[r]), g.mins);
+  if constexpr (Traits<B>::sub_block == 16) _mm512_store_si512(staging.scales[r], _mm512_cvtepi16_epi32(g.scales));
+}
+
+template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t rows, uint32_t k, const Tile &tile) {
+  using G = Group<B>;
+  const int blocks = static_cast<int>(k / kBlock);
+  const auto tail = G::tail(blocks % 8);
+  Staging staging;
+  __m512i out[4];
+  for (int half = 0; half < 2; half++) {
+    for (int first = 0; first < blocks; first += 8) {
+      const int count = blocks - first < 8 ? blocks - first : 8;
+      for (int r = 0; r < 16; r++) {
+        const uint32_t n = static_cast<uint32_t>(16 * half + r);
+        const uint8_t *p = row + (n < rows ? n : rows - 1) * stride + static_cast<size_t>(first / 8) * G::kBytes;
+        if (count == 8)
+          stage<B>(G::template load<false, 2>(p, tail), r, staging);
+        else
+          stage<B>(G::template load<true, 2>(p, tail), r, staging);
+      }
+      uint8_t *w = tile.w + static_cast<size_t>(first) * kTileRows * kBlock + 64 * half;
+      for (int b = 0; b < count; b++)
+        for (int h = 0; h < 2; h++) {
+          transpose(staging.q[0] + piece_offset<G::kOrder>(b, h), kGroup, out);
+          for (int i = 0; i < 4; i++) _mm512_store_si512(w + b * 1024 + 128 * (4 * h + i), out[i]);
+        }
+      const size_t at = static_cast<size_t>(first) * kTileRows + 16 * half;
+      for (int b = 0; b < count; b += 4) {
+        transpose_to(&staging.ws[0][b], sizeof staging.ws[0], tile.ws + at + b * kTileRows);
+        if constexpr (Traits<B>::minimum != Minimum::none)
+          transpose_to(&staging.wm[0][b], sizeof staging.wm[0], tile.wm + at + b * kTileRows);
+        if constexpr (Traits<B>::minimum == Minimum::per_half)
+          transpose_to(&staging.mins[0][b], sizeof staging.mins[0], tile.mins + at + b * kTileRows);
+      }
+      if constexpr (Traits<B>::sub_block == 16)
+        for (int i = 0; i < 16; i += 4)
+          transpose_to(&staging.scales[0][i], sizeof staging.scales[0],
+                       tile.scales + (2 * static_cast<size_t>(first) + i) * kTileRows + 16 * half);
+    }
+  }
+}
+
+// Packs rows [0, count) of one set of eight; missing rows are zero.
+template <class B>
+void pack_activations(const ActBlocks &a, uint32_t row, uint32_t count, int8_t *y, float *d, float *s, int32_t *c) {
+  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  constexpr bool superblock = Traits<B>::elements == kSuperblock;
+  for (uint32_t r = 0; r < kActRows; r++)
+    for (uint32_t b = 0; b < a.blocks; b++) {
+      const size_t from = static_cast<size_t>(row + r) * a.blocks + b, to = static_cast<size_t>(b) * kActRows + r;
+      __m256i *out = reinterpret_cast<__m256i *>(y + to * kBlock);
+      int32_t *start = c + static_cast<size_t>(b) * 2 * kActRows + r;
+      if (r >= count) {
+        _mm256_store_si256(out, _mm256_setzero_si256());
+        d[to] = s[to] = 0.0f;
+        start[0] = start[kActRows] = 0;
+        continue;
+      }
+      _mm256_store_si256(out, load256(a.q + from * kBlock));
+      d[to] = a.d[from];
+      s[to] = superblock ? -a.s[from] : a.s[from]; // a group keeps the K-quants' minimum positive
+      const int32_t *halves = a.sum16 + 2 * from;
+      if constexpr (Traits<B>::minimum == Minimum::per_half) {
+        const int16_t words[2] = {static_cast<int16_t>(-halves[0]), static_cast<int16_t>(-halves[1])};
+        memcpy(s + to, words, sizeof words);
+      }
+      start[0] = -offset * (Traits<B>::sub_block == 16 ? halves[0] : halves[0] + halves[1]);
+      start[kActRows] = -offset * halves[1];
+    }
+}
+
+// acc[r][column] += four consecutive products a dword, over `Steps` steps.
+template <int R, int Steps> APU_INLINE void integer_dots(const uint8_t *w, const int8_t *y, __m512i (&acc)[R][2]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Steps; i++) {
+    const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t four;
+      memcpy(&four, y + kBlock * r + 4 * i, 4);
+      const __m512i v = _mm512_set1_epi32(four);
+      acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
+      acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
+    }
+  }
+}
+
+// Block b, rows [r0, r0 + R) of the eight: the canonical step into the accumulators of lane b mod 8.
+template <class B, int R>
+APU_INLINE void block_rows(const Tile &tile, const Activations &a, size_t b, int r0, float *lane) {
+  const uint8_t *w = tile.w + b * kTileRows * kBlock;
+  const int8_t *y = a.y + (b * kActRows + r0) * kBlock;
+  const int32_t *c = a.c + b * 2 * kActRows + r0;
+  __m512i acc[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = Group<B>::kMin ? _mm512_setzero_si512() : _mm512_set1_epi32(c[r]);
+  if constexpr (Traits<B>::sub_block == 16) {
+    integer_dots<R, 4>(w, y, acc);
+    __m512i second[R][2];
+    for (int r = 0; r < R; r++) second[r][0] = second[r][1] = _mm512_set1_epi32(c[kActRows + r]);
+    integer_dots<R, 4>(w + 512, y + 16, second);
+    const int32_t *scales = tile.scales + b * 2 * kTileRows;
+    for (int i = 0; i < 2; i++) {
+      const __m512i sc0 = _mm512_load_si512(scales + 16 * i), sc1 = _mm512_load_si512(scales + kTileRows + 16 * i);
+      for (int r = 0; r < R; r++)
+        acc[r][i] = _mm512_add_epi32(_mm512_mullo_epi32(acc[r][i], sc0), _mm512_mullo_epi32(second[r][i], sc1));
+    }
+  } else {
+    integer_dots<R, 8>(w, y, acc);
+  }
+  const float *d = a.d + b * kActRows + r0, *s = a.s + b * kActRows + r0;
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const __m512 ws = _mm512_load_ps(tile.ws + b * kTileRows + 16 * i);
+    const size_t column = b * kTileRows + 16 * i;
+    const __m512 wm = Traits<B>::minimum == Minimum::none ? ws : _mm512_load_ps(tile.wm + column);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      float *out = lane + (r0 + r) * kTileRows + 16 * i;
+      __m512 v =
+          _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), _mm512_mul_ps(ws, _mm512_set1_ps(d[r])), _mm512_load_ps(out));
+      if constexpr (Traits<B>::minimum == Minimum::per_half) {
+        const __m512i sums = _mm512_castps_si512(_mm512_set1_ps(s[r]));
+        const __m512i minimums = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), sums);
+        v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minimums), _mm512_mul_ps(wm, _mm512_set1_ps(d[r])), v);
+      }
+      if constexpr (Group<B>::kMin) v = _mm512_fmadd_ps(wm, _mm512_set1_ps(s[r]), v);
+      _mm512_store_ps(out, v);
+    }
+  }
+}
+
+// y (count, columns) of one tile and eight rows of activations.
+template <class B, int R>
+__attribute__((noinline)) void multiply(const Tile &tile, const Activations &a, size_t blocks, uint32_t count,
+                                        uint32_t columns, float *y, size_t y_stride) {
+  alignas(64) float lanes[kLanes][R * kTileRows];
+  memset(lanes, 0, sizeof lanes);
+  constexpr int kTogether = Traits<B>::sub_block == 16 ? 4 : R; // two sets of sums must fit the registers
+#pragma GCC unroll 1
+  for (size_t b = 0; b < blocks; b++)
+    for (int r0 = 0; r0 < R; r0 += kTogether) block_rows<B, kTogether>(tile, a, b, r0, lanes[b % kLanes]);
+  for (uint32_t r = 0; r < count; r++)
+    for (int i = 0; i < 2; i++) {
+      __m512 v[kLanes];
+      for (uint32_t l = 0; l < kLanes; l++) v[l] = _mm512_load_ps(lanes[l] + r * kTileRows + 16 * i);
+      const __m512 even = _mm512_add_ps(_mm512_add_ps(v[0], v[4]), _mm512_add_ps(v[2], v[6]));
+      const __m512 odd = _mm512_add_ps(_mm512_add_ps(v[1], v[5]), _mm512_add_ps(v[3], v[7]));
+      const auto mask = static_cast<__mmask16>(low_mask(static_cast<int>(columns) - 16 * i));
+      _mm512_mask_storeu_ps(y + r * y_stride + 16 * i, mask, _mm512_add_ps(even, odd));
+    }
+}
+
+template <class B>
+void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
+               size_t y_stride, void *work) {
+  const size_t blocks = padded_blocks(w.k);
+  auto *bytes = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
+  const Tile tile{bytes, reinterpret_cast<float *>(bytes + blocks * kTileRows * kBlock),
+                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 4)),
+                  reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 8)),
+                  reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 16))};
+  bytes += blocks * kTileBlockBytes;
+  const uint32_t per_pass = static_cast<uint32_t>(rows_per_pass(w.k));
+  for (uint32_t first = 0; first < rows; first += per_pass) {
+    const uint32_t count = rows - first < per_pass ? rows - first : per_pass;
+    const uint32_t sets = (count + kActRows - 1) / kActRows;
+    const size_t set_blocks = blocks * kActRows;
+    auto *q = reinterpret_cast<int8_t *>(bytes);
+    auto *d = reinterpret_cast<float *>(q + sets * set_blocks * kBlock);
+    auto *s = d + sets * set_blocks;
+    auto *c = reinterpret_cast<int32_t *>(s + sets * set_blocks);
+    for (uint32_t i = 0; i < sets; i++) {
+      const uint32_t left = count - i * kActRows;
+      pack_activations<B>(a, first + i * kActRows, left < kActRows ? left : kActRows, q + i * set_blocks * kBlock,
+                          d + i * set_blocks, s + i * set_blocks, c + 2 * i * set_blocks);
+    }
+    for (uint32_t n = begin; n < end; n += kTileRows) {
+      const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
+      unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
+      for (uint32_t i = 0; i < sets; i++) {
+        const uint32_t left = count - i * kActRows;
+        const Activations set{q + i * set_blocks * kBlock, d + i * set_blocks, s + i * set_blocks,
+                              c + 2 * i * set_blocks};
+        float *out = y + (first + i * kActRows) * y_stride + (n - begin);
+        if (left > 4)
+          multiply<B, 8>(tile, set, w.k / kBlock, left < kActRows ? left : kActRows, columns, out, y_stride);
+        else
+          multiply<B, 4>(tile, set, w.k / kBlock, left, columns, out, y_stride);
+      }
+    }
+  }
+}
+
+} // namespace
+
+size_t gemm_work_bytes(uint32_t k) {
+  return padded_blocks(k) * (kTileBlockBytes + kActBlockBytes * rows_per_pass(k)) + 64;
+}
+
+void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
+          void *work) {
+  switch (w.dtype) {
+  case APU_Q4_0: return gemm_type<Q4_0>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q4_1: return gemm_type<Q4_1>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q5_0: return gemm_type<Q5_0>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q5_1: return gemm_type<Q5_1>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q8_0: return gemm_type<Q8_0>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q2_K: return gemm_type<Q2_K>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q3_K: return gemm_type<Q3_K>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q4_K: return gemm_type<Q4_K>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q5_K: return gemm_type<Q5_K>(w, a, rows, begin, end, y, y_stride, work);
+  case APU_Q6_K: return gemm_type<Q6_K>(w, a, rows, begin, end, y, y_stride, work);
+  default: return;
+  }
+}
+
+} // namespace apu::cpu::avx512
+
+#endif
