@@ -264,10 +264,15 @@ def _fill(tokens: list[str], types: list[int], V: int) -> None:
 # ---------------------------------------------------------------- writing
 
 
-def write(model: TinyModel, quant: str = "F32") -> TinyModel:
-    """Writes the file; matrices as `quant` (a GGML type name), vectors as F32."""
+def write(model: TinyModel, quant: str = "F32", *, alignment: int = 32, shard_tensors: int = 0) -> TinyModel:
+    """Writes the file; matrices as `quant` (a GGML type name), vectors as F32.
+
+    With `shard_tensors` it is split into shards of that many tensors; `path` is then the first shard.
+    """
     matrix_type = gguf.GGMLQuantizationType[quant]
-    writer = gguf.GGUFWriter(str(model.path), model.arch)
+    writer = gguf.GGUFWriter(str(model.path), model.arch, split_max_tensors=shard_tensors)
+    if alignment != 32:
+        writer.add_custom_alignment(alignment)
     for key, value in model.metadata.items():
         _add(writer, key, value)
     for name, values in model.tensors.items():
@@ -278,6 +283,8 @@ def write(model: TinyModel, quant: str = "F32") -> TinyModel:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if shard_tensors:
+        model.path = next(iter(sorted(model.path.parent.glob(f"{model.path.stem}-00001-of-*.gguf"))))
     return model
 
 

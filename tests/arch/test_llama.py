@@ -12,7 +12,8 @@ import reference
 from harness import running
 
 from apu_engine._native import Device
-from models import TinyModel, tiny_llama_gguf
+from apu_engine.weights.gguf import open_model
+from models import TinyModel, tiny_llama_gguf, write
 
 TOLERANCE = 1e-4
 IDS = np.random.default_rng(7).integers(0, 320, 150).tolist()
@@ -122,3 +123,24 @@ def test_exact_precision_equals_dequantised_floats(tmp_path: Path, device: Devic
         default = model.prefill(IDS)
         assert np.array_equal(model.prefill(IDS, chunk=1), default)
     assert np.abs(default - expected).max() <= 0.3  # int8 activations and f16 cache
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0", "Q4_1"])
+def test_shards_and_odd_addresses_change_nothing(tmp_path: Path, device: Device, quant: str) -> None:
+    tiny = tiny_llama_gguf(tmp_path / "plain.gguf", quant=quant)
+    with running(tiny.path, device) as model:
+        expected = model.prefill(IDS[:40])
+    tiny.path = tmp_path / "odd.gguf"
+    tiny.metadata["general.name"] = "x" * (1 + _header_bytes(write(tiny, quant, alignment=1).path) % 2)
+    write(tiny, quant, alignment=1)
+    refs = open_model(tiny.path).tensors.values()
+    assert any(ref.offset % 2 for ref in refs)
+    with running(tiny.path, device) as model:
+        assert np.array_equal(model.prefill(IDS[:40]), expected)
+    tiny.path = tmp_path / "shards.gguf"
+    with running(write(tiny, quant, shard_tensors=5).path, device) as model:
+        assert np.array_equal(model.prefill(IDS[:40]), expected)
+
+
+def _header_bytes(path: Path) -> int:
+    return min(ref.offset for ref in open_model(path).tensors.values())
