@@ -46,7 +46,7 @@ def chat(
     text = "" if interactive else _one_shot_text(prompt)
     from apu_engine.engine.llm import LLM
 
-    with LLM.from_config(config, on_progress=_progress()) as llm:
+    with LLM.from_config(config, on_progress=_progress(), for_chat=not raw) as llm:
         for notice in llm.runtime.notices:
             print(f"note: {notice}", file=sys.stderr)
         session = Session(llm, raw, config.timings, config.system)

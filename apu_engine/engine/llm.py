@@ -6,10 +6,11 @@ them for callers that wait. A file without a tokenizer still gives `logits(ids)`
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike, fspath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,11 @@ from apu_engine.config import EngineConfig
 from apu_engine.engine.job import Done, FinishReason, Job, Timings, TokenEvent
 from apu_engine.engine.load import OnProgress, OnStage, Runtime, load, summary
 from apu_engine.engine.sampling import with_overrides
-from apu_engine.errors import ConfigError
+from apu_engine.errors import ApuError, ConfigError
 
 if TYPE_CHECKING:
     from apu_engine.memory.footprint import Footprint
     from apu_engine.text.stream import TextStream
-    from apu_engine.text.template import ChatTemplate
     from apu_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
@@ -127,7 +127,8 @@ class Generation:
             while self._result is None:
                 event = self._events.get()
                 if isinstance(event, Done):
-                    self._finish(replace(event, reason="cancelled") if event.reason == "error" else event)
+                    with contextlib.suppress(ApuError):  # whoever left does not ask how it ended
+                        self._finish(event)
                 else:
                     self._token(event)
 
@@ -182,12 +183,13 @@ class LLM:
         on_stage: OnStage | None = None,
         on_progress: OnProgress | None = None,
         cancel: threading.Event | None = None,
+        for_chat: bool = False,
     ) -> LLM:
         """A model loaded as `config` says; nothing is read from the environment. Setting `cancel` ends
         loading soon.
         """
         self = cls.__new__(cls)
-        self._open(config, on_stage, on_progress, cancel)
+        self._open(config, on_stage, on_progress, cancel, for_chat)
         return self
 
     def _open(
@@ -196,12 +198,12 @@ class LLM:
         on_stage: OnStage | None,
         on_progress: OnProgress | None,
         cancel: threading.Event | None = None,
+        for_chat: bool = False,
     ) -> None:
-        self.runtime = load(config, on_stage, on_progress, cancel)
+        self.runtime = load(config, on_stage, on_progress, cancel, for_chat)
         self.config = config
         self.engine = self.runtime.engine
         self.sampling = self.runtime.sampling
-        self._template: ChatTemplate | None = None
 
     # ---- facts
 
@@ -309,6 +311,35 @@ class LLM:
         """As `stream`, but waits for the whole answer."""
         return self.stream(prompt, max_tokens, **options).result
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the file or the `chat_template` option has one; else chats are written as a plain
+        transcript.
+        """
+        template = self.runtime.template
+        return template is not None and not template.is_default
+
+    @property
+    def chat_stop(self) -> tuple[str, ...]:
+        """Stop strings that every chat needs: those of the plain transcript where there is no template."""
+        template = self.runtime.template
+        return () if template is None else tuple(template.default_stop)
+
+    def chat_tokens(self, messages: str | Sequence[Message], **template_options: Any) -> list[int]:
+        """The prompt for a conversation, up to where the answer begins; what users wrote stays text.
+
+        Raises TemplateError when the template refuses the messages, ModelError without a tokenizer.
+        """
+        from apu_engine.text.prompt import encode_prompt
+
+        tokenizer, template = self.tokenizer, self.runtime.template
+        assert template is not None, "there is one where there is a tokenizer"
+        if isinstance(messages, str):
+            system = self.config.system
+            head = [{"role": "system", "content": system}] if system else []
+            messages = [*head, {"role": "user", "content": messages}]
+        return encode_prompt(tokenizer, template.render(messages, **template_options))
+
     def stream_chat(
         self,
         messages: str | Sequence[Message],
@@ -323,7 +354,9 @@ class LLM:
         `template_options` go to the template.
         """
         ids = self.chat_tokens(messages, **(template_options or {}))
-        return self.stream(ids, max_tokens, _continuation=False, **options)
+        stop = options.pop("stop", ())
+        stop = [stop] if isinstance(stop, str) else [*stop]
+        return self.stream(ids, max_tokens, stop=[*stop, *self.chat_stop], _continuation=False, **options)
 
     def chat(self, messages: str | Sequence[Message], max_tokens: int | None = None, **options: Any) -> Completion:
         """As `stream_chat`, but waits for the whole answer."""

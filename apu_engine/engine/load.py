@@ -31,6 +31,7 @@ from apu_engine.weights.model_file import ModelFile
 if TYPE_CHECKING:
     from apu_engine._native import Device
     from apu_engine.arch import LoadedModel, PlanOptions
+    from apu_engine.text.template import ChatTemplate
     from apu_engine.text.tokenizer import Tokenizer
 
 STAGES = ("tokenizer", "pool", "map", "load", "ready")
@@ -58,6 +59,7 @@ class Runtime:
     model: ModelFile
     tokenizer: Tokenizer | None
     tokenizer_error: ModelError | None  # why there is no tokenizer
+    template: ChatTemplate | None  # None without a tokenizer
     sampling: SamplingParams
     device: Device
     device_reason: str
@@ -72,6 +74,8 @@ class Runtime:
     def close(self, timeout: float = 0.0) -> None:
         """Ends the engine after at most `timeout` seconds, then frees everything. Harmless twice."""
         self.engine.close(timeout)
+        if self.template is not None:
+            self.template.close()
         self.loaded.close()
         self.copies.clear()
         for mapping in self.mappings:
@@ -105,11 +109,13 @@ def load(
     on_stage: OnStage | None = None,
     on_progress: OnProgress | None = None,
     cancel: threading.Event | None = None,
+    for_chat: bool = False,
 ) -> Runtime:
     """Open `config.model` and start an engine for it.
 
     Calls `on_stage(name)` at the end of each of STAGES and `on_progress` during readahead; setting `cancel`
-    ends loading at the next stage with LoadCancelled. Raises ConfigError, FormatError, ModelError,
+    ends loading at the next stage with LoadCancelled. `for_chat` starts the process that renders chat
+    templates meanwhile, which otherwise the first chat does. Raises ConfigError, FormatError, ModelError,
     MappingError, BudgetError or NativeError; what was opened by then is closed again.
     """
     if config.model is None:
@@ -117,7 +123,7 @@ def load(
     stages = _Stages(on_stage, cancel or threading.Event())
     opened: list[Any] = []
     try:
-        return _load(config, config.model, stages, on_progress, opened)
+        return _load(config, config.model, stages, on_progress, for_chat, opened)
     except BaseException:
         for item in reversed(opened):
             item.close()
@@ -125,12 +131,23 @@ def load(
 
 
 def _load(
-    config: EngineConfig, path: str, stages: _Stages, on_progress: OnProgress | None, opened: list[Any]
+    config: EngineConfig,
+    path: str,
+    stages: _Stages,
+    on_progress: OnProgress | None,
+    for_chat: bool,
+    opened: list[Any],
 ) -> Runtime:
     from apu_engine.weights.gguf import open_model
 
     model = open_model(Path(path))
     tokenizer, tokenizer_error = _tokenizer(model)
+    template = None
+    if tokenizer is not None:
+        template = _template(config, model, tokenizer)
+        opened.append(template)
+        if for_chat:
+            template.start()
     stages.end("tokenizer")
 
     from apu_engine import _native, arch
@@ -176,6 +193,7 @@ def _load(
         model=model,
         tokenizer=tokenizer,
         tokenizer_error=tokenizer_error,
+        template=template,
         sampling=sampling_defaults(config, model),
         device=device,
         device_reason=reason,
@@ -202,6 +220,18 @@ def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
         return Tokenizer.from_metadata(model.metadata, str(model.path)), None
     except ModelError as error:
         return None, error
+
+
+def _template(config: EngineConfig, model: ModelFile, tokenizer: Tokenizer) -> ChatTemplate:
+    from apu_engine.text.template import ChatTemplate
+
+    override = None
+    if config.chat_template is not None:
+        try:
+            override = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {config.chat_template}: {error}", "chat_template") from None
+    return ChatTemplate.from_metadata(model.metadata, tokenizer, str(model.path), override)
 
 
 def plan_options(config: EngineConfig, model: ModelFile) -> tuple[ContextChoice, PlanOptions]:
