@@ -22,6 +22,7 @@ _HEAD = re.compile(
 )
 _DELETED = " (deleted)"
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors")
+_SHARED_MEMORY = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV")
 GROWTH_SHARE = 0.05  # of the weights, and
 GROWTH_FLOOR = 8 << 20  # at least this: what anonymous memory may grow by beyond KV and scratch
 RESIDENT_SHARE = 0.9  # of the weights must be resident file pages after a forward pass
@@ -88,13 +89,10 @@ class Footprint:
         rows: list[tuple[str, ...]] = [("mapped", "resident", "Pss", "private", "dirty", "copied", "file")]
         for item in self.files:
             sizes = (item.mapped, item.rss, item.pss, item.private_clean, item.dirty, item.anonymous)
-            rows.append(
-                (*map(human_bytes, sizes), f"{item.path} ({', '.join(item.permissions) or 'not mapped'})")
-            )
+            rows.append((*map(human_bytes, sizes), f"{item.path} ({', '.join(item.permissions) or 'not mapped'})"))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         lines = [
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[6]])
-            for row in rows
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[6]]) for row in rows
         ]
         lines.append(
             f"process {self.pid}: anonymous {human_bytes(self.anonymous)}, "
@@ -115,9 +113,10 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
     permissions: dict[str, set[str]] = {}
     picked = None if files is None else _identities(files)
     regions: list[Region] = []
+    shmem = 0
     for head, sizes in _vmas(_read(number, "smaps")):
         name = head["path"]
-        shared_memory = name.startswith(("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV"))
+        shared_memory = name.startswith(_SHARED_MEMORY) and not name.endswith(_WEIGHT_SUFFIXES)
         if head["inode"] != "0" and not shared_memory:
             path = _file_name(name, int(head["inode"]), picked)
             if path is not None:
@@ -125,8 +124,8 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
                 for key, value in sizes.items():
                     total[key] = total.get(key, 0) + value
                 permissions.setdefault(path, set()).add(head["perms"])
-        held = sizes.get("Rss", 0) if shared_memory else sizes.get("Anonymous", 0)
-        held += sizes.get("Swap", 0)
+        held = (sizes.get("Pss", 0) if shared_memory else sizes.get("Anonymous", 0)) + sizes.get("Swap", 0)
+        shmem += sizes.get("Pss", 0) if shared_memory else 0
         if held:
             regions.append(Region(int(head["start"], 16), int(head["end"], 16), name, held))
     names = sums if picked is None else picked
@@ -135,7 +134,7 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
         rss=totals.get("Rss", 0),
         pss=totals.get("Pss", 0),
         anonymous=totals.get("Anonymous", 0) + totals.get("Swap", 0),
-        shmem=totals.get("Pss_Shmem", 0),
+        shmem=shmem,
         locked=totals.get("Locked", 0),
         files=tuple(_file(name, sums.get(name, {}), permissions.get(name, set())) for name in names),
         regions=tuple(regions),
@@ -157,9 +156,7 @@ def _read(pid: int, name: str) -> str:
     except (FileNotFoundError, ProcessLookupError):
         raise ApuError(f"there is no process {pid}") from None
     except PermissionError:
-        raise ApuError(
-            f"/proc/{pid}/{name} may not be read; run as the user of process {pid} or as root"
-        ) from None
+        raise ApuError(f"/proc/{pid}/{name} may not be read; run as the user of process {pid} or as root") from None
 
 
 def _vmas(text: str) -> Iterable[tuple[dict[str, str], dict[str, int]]]:
@@ -257,9 +254,7 @@ class Baseline:
         """The ranges that hold more than before, largest growth first; `nbytes` is the growth."""
         found = []
         for region in now.regions:
-            before = sum(
-                old.nbytes for old in self.regions if old.start < region.end and region.start < old.end
-            )
+            before = sum(old.nbytes for old in self.regions if old.start < region.end and region.start < old.end)
             if region.nbytes > before:
                 found.append(Region(region.start, region.end, region.name, region.nbytes - before))
         return sorted(found, key=lambda region: -region.nbytes)
@@ -274,20 +269,36 @@ def check_files(now: Footprint, weights_bytes: int | None = None) -> list[Findin
         elif item.permissions != ("r--s",):
             kinds = ", ".join(item.permissions)
             found.append(Finding(False, f"{item.path} is mapped {kinds}, expected r--s (read-only, shared)"))
-        elif item.dirty or item.anonymous:
+        elif item.anonymous or (item.dirty and not _lives_in_memory(item.path)):
             dirty, copied = human_bytes(item.dirty), human_bytes(item.anonymous)
-            found.append(
-                Finding(False, f"{item.path} has {dirty} dirty and {copied} copied pages, expected none")
-            )
+            found.append(Finding(False, f"{item.path} has {dirty} dirty and {copied} copied pages, expected none"))
         else:
-            found.append(
-                Finding(True, f"{item.path}: read-only, shared, clean, {human_bytes(item.rss)} resident")
-            )
+            found.append(Finding(True, f"{item.path}: read-only, shared, clean, {human_bytes(item.rss)} resident"))
     if weights_bytes is not None:
         resident = sum(item.rss for item in now.files)
         text = f"{human_bytes(resident)} of {human_bytes(weights_bytes)} weights are resident file pages"
         found.append(Finding(resident >= RESIDENT_SHARE * weights_bytes, text))
     return found
+
+
+def write_back(files: Iterable[str | os.PathLike[str]]) -> None:
+    """Have the pages of files that were just downloaded written to disk; until then the kernel calls them dirty."""
+    for file in files:
+        with Path(file).open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _lives_in_memory(path: str) -> bool:
+    """Whether the file system has no disk to be clean against: its pages are dirty from birth."""
+    try:
+        device = Path(path).stat().st_dev
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if line.split()[2] == number:
+            return line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs", "hugetlbfs")
+    return False
 
 
 def check_growth(now: Footprint, baseline: Baseline, expected: int, weights_bytes: int) -> Finding:

@@ -90,9 +90,7 @@ class Mapping:
             raise MappingError(self.path, "the mapping is closed")
         length = self.nbytes - offset if nbytes is None else nbytes
         if not (0 <= offset <= self.nbytes and 0 <= length <= self.nbytes - offset):
-            raise MappingError(
-                self.path, f"bytes {offset:,} + {length:,} lie outside its {self.nbytes:,} bytes"
-            )
+            raise MappingError(self.path, f"bytes {offset:,} + {length:,} lie outside its {self.nbytes:,} bytes")
         return self._bytes[offset : offset + length]
 
     def check(self) -> None:
@@ -179,9 +177,7 @@ class Mapping:
         except BufferError:
             self._bytes = np.frombuffer(self._map, np.uint8)
             self._guard(True)
-            raise MappingError(
-                self.path, "cannot be unmapped while arrays still view it; drop them first"
-            ) from None
+            raise MappingError(self.path, "cannot be unmapped while arrays still view it; drop them first") from None
         os.close(self._fd)
 
     def __enter__(self) -> Mapping:
@@ -244,9 +240,7 @@ def prefetch(
         return Outcome(0, 0.0, f"no readahead: {notice}")
     start = time.monotonic()
     work = _Readahead(mappings)
-    workers = [
-        threading.Thread(target=work.run, name="readahead", daemon=True) for _ in range(max(1, threads))
-    ]
+    workers = [threading.Thread(target=work.run, name="readahead", daemon=True) for _ in range(max(1, threads))]
     for worker in workers:
         worker.start()
 
