@@ -1,5 +1,4 @@
-"""The native library as Python sees it: `ffi`, `lib`, status checks, devices, memory regions and mapping
-guards.
+"""The native library as Python sees it: `ffi`, `lib`, status checks, devices, memory, mapping guards.
 
 Importing opens libapu.so and compares its ABI with the declarations generated from native/include/apu.h.
 Nothing here knows about models. Handles are closed explicitly; closing twice is harmless. Calls release the

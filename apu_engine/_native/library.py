@@ -1,5 +1,4 @@
-"""Finds and opens libapu.so with the `_cdef.py` that was generated beside it, and refuses a pair that does
-not match.
+"""Finds and opens libapu.so with the `_cdef.py` generated beside it, and refuses a pair that does not match.
 
 The two files lie together: in this package when installed from a wheel, in the build folder or the
 environment's site-packages when installed in editable form. Version and every struct's size and field offsets

@@ -1,5 +1,4 @@
-"""What architectures share: tensors bound by canonical GGUF name with their shapes checked, and the common
-half-layers.
+"""What architectures share: tensors bound by canonical GGUF name with checked shapes, and half-layers.
 
 A Blocks object is one model being built: its file, hyperparameters and plan builder. Matrices may have any
 type with a kernel; norms, biases and rotary factors are float32, as every GGUF writer stores them. Tensors

@@ -1,5 +1,4 @@
-"""A model's hyperparameters, read from metadata that may lie: every value has a range and agrees with the
-others.
+"""A model's hyperparameters, read from metadata that may lie: values have ranges and must agree.
 
 Key names are those of the GGUF specification, below the architecture's own prefix ("llama.block_count"). What
 the file leaves out gets the value that the format documents. Shapes are checked against these numbers when

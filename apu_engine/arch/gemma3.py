@@ -1,5 +1,4 @@
-"""Gemma 3 (text): norms before and after each half-layer, q and k norms, five windowed layers to one global
-one.
+"""Gemma 3 (text): norms around each half-layer, q and k norms, five windowed layers to one global one.
 
 Windowed layers rotate with their own base and without scaling. GGUF's norm weights have the architecture's +1
 folded in. Source: arXiv 2503.19786.

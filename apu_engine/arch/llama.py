@@ -1,5 +1,4 @@
-"""Llama and its many relatives (Mistral, SmolLM2, ...): GQA with rotary embedding, SwiGLU, one residual
-stream.
+"""Llama and its relatives (Mistral, SmolLM2, ...): GQA with rotary embedding, SwiGLU, one residual stream.
 
 GGUF stores their q and k rows permuted so that rotation pairs are neighbours, hence ROPE_PAIRS. Llama 3's
 frequency factors come as `rope_freqs.weight`. Sources: arXiv 2302.13971, 2407.21783.

@@ -1,5 +1,4 @@
-"""A plan for people: one line per op with operands, shapes, types and the bytes it reads, and totals per
-decode step.
+"""A plan for people: one line per op with operands, shapes, types and bytes, and totals per decode step.
 
 Bytes are what one decode step of one sequence reads: whole matrices, one row of the embedding table, and the
 KV cache per token of context. Their sum over the memory bandwidth bounds the speed of decoding; it is the

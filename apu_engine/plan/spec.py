@@ -1,6 +1,6 @@
 """The plan as plain data, before it becomes native structs: tensors, states and ops, each known by its index.
 
-A builder makes it, the dump reads it, Plan.create hands it over. It needs no device and no mapping, so a plan
+A builder makes it, the dump reads it, Plan hands it over. It needs no device and no mapping, so a plan
 of an 80 GB file can be listed from its header alone. Shape letters: T rows of a step, O output rows, D model,
 H heads, K kv heads, d head size, F feed-forward, V vocabulary.
 """
