@@ -1,32 +1,15 @@
-"""A double of the native library's mapping guards, so that these tests need no build and can stage a fault."""
+"""A file of noise, and a double in the native library's place."""
 
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+from native_double import NativeDouble
 
 import apu_engine
-
-
-class NativeDouble(types.ModuleType):
-    def __init__(self) -> None:
-        super().__init__("apu_engine._native")
-        self.guarded: dict[int, tuple[int, str]] = {}
-        self.fault: str | None = None
-
-    def guard(self, address: int, nbytes: int, path: str) -> None:
-        assert address not in self.guarded
-        self.guarded[address] = (nbytes, path)
-
-    def unguard(self, address: int) -> None:
-        del self.guarded[address]
-
-    def faulted(self) -> str | None:
-        return self.fault
 
 
 @pytest.fixture

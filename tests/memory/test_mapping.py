@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import NativeDouble
+from native_double import NativeDouble
 
 from apu_engine.errors import MappingError
 from apu_engine.memory import mapping as module

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NativeDouble
+from native_double import NativeDouble
 
 from apu_engine.errors import MappingError
 from apu_engine.memory import mapping as module
