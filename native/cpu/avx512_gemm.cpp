@@ -1,8 +1,7 @@
 // Quantised matrix times many rows of activations. A tile of 32 weight rows x K is unpacked once to unsigned bytes
-// in `work` (it stays in L2), then multiplied with every eight rows of activations by vpdpbusd.
-// The float accumulators are kept per (output, lane b mod 8), 8 KB that stay in L1, so that results have the bits of
-// the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
-// Tile: per 32-block 8 steps x 32 rows x 4 bytes; ws, and wm or the integer scales, as (32) per block.
+// in `work` (it stays in L2), then multiplied with every eight rows of activations by vpdpbusd, which are read where
+// they lie. The float accumulators are kept per (output, lane b mod 8), 8 KB that stay in L1, so that results have the
+// bits of the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
 #include "avx512.h"
 #include "avx512_group.h"
 
@@ -15,34 +14,37 @@ namespace {
 
 constexpr int kTileRows = 32;
 constexpr int kActRows = 8;
-constexpr size_t kActBytes = size_t{2} << 20; // packed activations per pass over the weights
 
 struct Tile {
-  uint8_t *w;      // (blocks, 8, 32, 4)
+  uint8_t *w;      // (blocks, 8, 32, 4): step, row, byte
   float *ws;       // (blocks, 32)
   float *wm;       // (blocks, 32)
   int32_t *scales; // (blocks, 2, 32)
   int32_t *mins;   // (blocks, 32) pairs of int16, of both halves
 };
+constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 4);
 
-struct Activations { // of kActRows rows
-  const int8_t *y;   // (blocks, 8, 32)
-  const float *d;    // (blocks, 8)
-  const float *s;    // (blocks, 8); with minimums per half the bits of two int16, the negative sums
-  const int32_t *c;  // (blocks, 2, 8) what the integer sums of both halves start with
+// R rows of activations; a set with fewer repeats its last.
+template <int R> struct Activations {
+  const int8_t *q[R];
+  const float *d[R];
+  const float *s[R];
+  const int32_t *sum16[R];
+
+  Activations(const ActBlocks &a, uint32_t first, uint32_t count) {
+    for (uint32_t r = 0; r < R; r++) {
+      const size_t at = static_cast<size_t>(first + (r < count ? r : count - 1)) * a.blocks;
+      q[r] = a.q + at * kBlock;
+      d[r] = a.d + at;
+      s[r] = a.s + at;
+      sum16[r] = a.sum16 + 2 * at;
+    }
+  }
 };
 
 size_t padded_blocks(uint32_t k) {
   return (k + kGroup - 1) / kGroup * kLanes;
 }
-
-size_t rows_per_pass(uint32_t k) {
-  const size_t rows = kActBytes / (padded_blocks(k) * kBlock) / kActRows * kActRows;
-  return rows < 64 ? 64 : rows > 512 ? 512 : rows;
-}
-
-constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 4);
-constexpr size_t kActBlockBytes = kBlock + 4 + 4 + 8; // per row
 
 // Dword s of 16 rows of 16 bytes each, for s = 0..3.
 APU_INLINE void transpose(const uint8_t *rows, size_t stride, __m512i *out) {
@@ -125,44 +127,16 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
   }
 }
 
-// Packs rows [0, count) of one set of eight; missing rows are zero.
-template <class B>
-void pack_activations(const ActBlocks &a, uint32_t row, uint32_t count, int8_t *y, float *d, float *s, int32_t *c) {
-  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
-  constexpr bool superblock = Traits<B>::elements == kSuperblock;
-  for (uint32_t r = 0; r < kActRows; r++)
-    for (uint32_t b = 0; b < a.blocks; b++) {
-      const size_t from = static_cast<size_t>(row + r) * a.blocks + b, to = static_cast<size_t>(b) * kActRows + r;
-      __m256i *out = reinterpret_cast<__m256i *>(y + to * kBlock);
-      int32_t *start = c + static_cast<size_t>(b) * 2 * kActRows + r;
-      if (r >= count) {
-        _mm256_store_si256(out, _mm256_setzero_si256());
-        d[to] = s[to] = 0.0f;
-        start[0] = start[kActRows] = 0;
-        continue;
-      }
-      _mm256_store_si256(out, load256(a.q + from * kBlock));
-      d[to] = a.d[from];
-      s[to] = superblock ? -a.s[from] : a.s[from]; // a group keeps the K-quants' minimum positive
-      const int32_t *halves = a.sum16 + 2 * from;
-      if constexpr (Traits<B>::minimum == Minimum::per_half) {
-        const int16_t words[2] = {static_cast<int16_t>(-halves[0]), static_cast<int16_t>(-halves[1])};
-        memcpy(s + to, words, sizeof words);
-      }
-      start[0] = -offset * (Traits<B>::sub_block == 16 ? halves[0] : halves[0] + halves[1]);
-      start[kActRows] = -offset * halves[1];
-    }
-}
-
 // acc[r][column] += four consecutive products a dword, over `Steps` steps.
-template <int R, int Steps> APU_INLINE void integer_dots(const uint8_t *w, const int8_t *y, __m512i (&acc)[R][2]) {
+template <int R, int Steps>
+APU_INLINE void integer_dots(const uint8_t *w, const int8_t *const *q, size_t at, __m512i (&acc)[R][2]) {
 #pragma GCC unroll 8
   for (int i = 0; i < Steps; i++) {
     const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t four;
-      memcpy(&four, y + kBlock * r + 4 * i, 4);
+      memcpy(&four, q[r] + at + 4 * i, 4);
       const __m512i v = _mm512_set1_epi32(four);
       acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
       acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
@@ -170,61 +144,77 @@ template <int R, int Steps> APU_INLINE void integer_dots(const uint8_t *w, const
   }
 }
 
-// Block b, rows [r0, r0 + R) of the eight: the canonical step into the accumulators of lane b mod 8.
-template <class B, int R>
-APU_INLINE void block_rows(const Tile &tile, const Activations &a, size_t b, int r0, float *lane) {
+// Block b, rows [R0, R0 + R) of a set of S: the canonical step into the accumulators of lane b mod 8.
+template <class B, int R, int R0, int S>
+APU_INLINE void block_rows(const Tile &tile, const Activations<S> &a, size_t b, float *lane) {
+  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  constexpr Minimum minimum = Traits<B>::minimum;
   const uint8_t *w = tile.w + b * kTileRows * kBlock;
-  const int8_t *y = a.y + (b * kActRows + r0) * kBlock;
-  const int32_t *c = a.c + b * 2 * kActRows + r0;
   __m512i acc[R][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = Group<B>::kMin ? _mm512_setzero_si512() : _mm512_set1_epi32(c[r]);
   if constexpr (Traits<B>::sub_block == 16) {
-    integer_dots<R, 4>(w, y, acc);
     __m512i second[R][2];
-    for (int r = 0; r < R; r++) second[r][0] = second[r][1] = _mm512_set1_epi32(c[kActRows + r]);
-    integer_dots<R, 4>(w + 512, y + 16, second);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const int32_t *sums = a.sum16[R0 + r] + 2 * b;
+      acc[r][0] = acc[r][1] = _mm512_set1_epi32(-offset * sums[0]);
+      second[r][0] = second[r][1] = _mm512_set1_epi32(-offset * sums[1]);
+    }
+    integer_dots<R, 4>(w, a.q + R0, b * kBlock, acc);
+    integer_dots<R, 4>(w + 512, a.q + R0, b * kBlock + 16, second);
     const int32_t *scales = tile.scales + b * 2 * kTileRows;
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
       const __m512i sc0 = _mm512_load_si512(scales + 16 * i), sc1 = _mm512_load_si512(scales + kTileRows + 16 * i);
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++)
         acc[r][i] = _mm512_add_epi32(_mm512_mullo_epi32(acc[r][i], sc0), _mm512_mullo_epi32(second[r][i], sc1));
     }
   } else {
-    integer_dots<R, 8>(w, y, acc);
-  }
-  const float *d = a.d + b * kActRows + r0, *s = a.s + b * kActRows + r0;
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    const __m512 ws = _mm512_load_ps(tile.ws + b * kTileRows + 16 * i);
-    const size_t column = b * kTileRows + 16 * i;
-    const __m512 wm = Traits<B>::minimum == Minimum::none ? ws : _mm512_load_ps(tile.wm + column);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      float *out = lane + (r0 + r) * kTileRows + 16 * i;
-      __m512 v =
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), _mm512_mul_ps(ws, _mm512_set1_ps(d[r])), _mm512_load_ps(out));
-      if constexpr (Traits<B>::minimum == Minimum::per_half) {
-        const __m512i sums = _mm512_castps_si512(_mm512_set1_ps(s[r]));
-        const __m512i minimums = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), sums);
-        v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minimums), _mm512_mul_ps(wm, _mm512_set1_ps(d[r])), v);
+      const int32_t *sums = a.sum16[R0 + r] + 2 * b;
+      acc[r][0] = acc[r][1] = offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-offset * (sums[0] + sums[1]));
+    }
+    integer_dots<R, 8>(w, a.q + R0, b * kBlock, acc);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const size_t column = b * kTileRows + 16 * i;
+    const __m512 ws = _mm512_load_ps(tile.ws + column);
+    const __m512 wm = minimum == Minimum::none ? ws : _mm512_load_ps(tile.wm + column);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      float *out = lane + (R0 + r) * kTileRows + 16 * i;
+      const __m512 scale = _mm512_mul_ps(ws, _mm512_set1_ps(a.d[R0 + r][b]));
+      __m512 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), scale, _mm512_load_ps(out));
+      if constexpr (minimum == Minimum::per_half) {
+        const int32_t *sums = a.sum16[R0 + r] + 2 * b;
+        const int32_t pair =
+            static_cast<int32_t>(static_cast<uint16_t>(sums[0]) | static_cast<uint32_t>(sums[1]) << 16);
+        const __m512i integers = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), _mm512_set1_epi32(pair));
+        v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(wm, _mm512_set1_ps(a.d[R0 + r][b])), v);
       }
-      if constexpr (Group<B>::kMin) v = _mm512_fmadd_ps(wm, _mm512_set1_ps(s[r]), v);
+      if constexpr (minimum == Minimum::per_block) v = add_minimum<B>(wm, _mm512_set1_ps(a.s[R0 + r][b]), v);
       _mm512_store_ps(out, v);
     }
   }
 }
 
-// y (count, columns) of one tile and eight rows of activations.
+// One tile times R rows of activations, `count` of which are stored.
 template <class B, int R>
-__attribute__((noinline)) void multiply(const Tile &tile, const Activations &a, size_t blocks, uint32_t count,
+__attribute__((noinline)) void multiply(const Tile &tile, const Activations<R> &a, size_t blocks, uint32_t count,
                                         uint32_t columns, float *y, size_t y_stride) {
   alignas(64) float lanes[kLanes][R * kTileRows];
   memset(lanes, 0, sizeof lanes);
-  constexpr int kTogether = Traits<B>::sub_block == 16 ? 4 : R; // two sets of sums must fit the registers
 #pragma GCC unroll 1
-  for (size_t b = 0; b < blocks; b++)
-    for (int r0 = 0; r0 < R; r0 += kTogether) block_rows<B, kTogether>(tile, a, b, r0, lanes[b % kLanes]);
+  for (size_t b = 0; b < blocks; b++) {
+    if constexpr (Traits<B>::sub_block == 16 && R == 8) { // two sets of sums of eight rows would not fit the registers
+      block_rows<B, 4, 0>(tile, a, b, lanes[b % kLanes]);
+      block_rows<B, 4, 4>(tile, a, b, lanes[b % kLanes]);
+    } else {
+      block_rows<B, R, 0>(tile, a, b, lanes[b % kLanes]);
+    }
+  }
   for (uint32_t r = 0; r < count; r++)
     for (int i = 0; i < 2; i++) {
       __m512 v[kLanes];
@@ -245,34 +235,16 @@ void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begi
                   reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 4)),
                   reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 8)),
                   reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 16))};
-  bytes += blocks * kTileBlockBytes;
-  const uint32_t per_pass = static_cast<uint32_t>(rows_per_pass(w.k));
-  for (uint32_t first = 0; first < rows; first += per_pass) {
-    const uint32_t count = rows - first < per_pass ? rows - first : per_pass;
-    const uint32_t sets = (count + kActRows - 1) / kActRows;
-    const size_t set_blocks = blocks * kActRows;
-    auto *q = reinterpret_cast<int8_t *>(bytes);
-    auto *d = reinterpret_cast<float *>(q + sets * set_blocks * kBlock);
-    auto *s = d + sets * set_blocks;
-    auto *c = reinterpret_cast<int32_t *>(s + sets * set_blocks);
-    for (uint32_t i = 0; i < sets; i++) {
-      const uint32_t left = count - i * kActRows;
-      pack_activations<B>(a, first + i * kActRows, left < kActRows ? left : kActRows, q + i * set_blocks * kBlock,
-                          d + i * set_blocks, s + i * set_blocks, c + 2 * i * set_blocks);
-    }
-    for (uint32_t n = begin; n < end; n += kTileRows) {
-      const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
-      unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
-      for (uint32_t i = 0; i < sets; i++) {
-        const uint32_t left = count - i * kActRows;
-        const Activations set{q + i * set_blocks * kBlock, d + i * set_blocks, s + i * set_blocks,
-                              c + 2 * i * set_blocks};
-        float *out = y + (first + i * kActRows) * y_stride + (n - begin);
-        if (left > 4)
-          multiply<B, 8>(tile, set, w.k / kBlock, left < kActRows ? left : kActRows, columns, out, y_stride);
-        else
-          multiply<B, 4>(tile, set, w.k / kBlock, left, columns, out, y_stride);
-      }
+  for (uint32_t n = begin; n < end; n += kTileRows) {
+    const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
+    unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
+    for (uint32_t t = 0; t < rows; t += kActRows) {
+      const uint32_t count = rows - t < kActRows ? rows - t : kActRows;
+      float *out = y + t * y_stride + (n - begin);
+      if (count > 4)
+        multiply<B, 8>(tile, Activations<8>(a, t, count), w.k / kBlock, count, columns, out, y_stride);
+      else
+        multiply<B, 4>(tile, Activations<4>(a, t, count), w.k / kBlock, count, columns, out, y_stride);
     }
   }
 }
@@ -280,7 +252,7 @@ void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begi
 } // namespace
 
 size_t gemm_work_bytes(uint32_t k) {
-  return padded_blocks(k) * (kTileBlockBytes + kActBlockBytes * rows_per_pass(k)) + 64;
+  return padded_blocks(k) * kTileBlockBytes + 64;
 }
 
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,

@@ -44,6 +44,14 @@ APU_INLINE __m256i load_correction(const int32_t *c) {
   return load256(c);
 }
 
+// acc + wm * s; the groups of K-quants hold the value that is subtracted.
+template <class B> APU_INLINE __m256 add_minimum(__m256 wm, __m256 s, __m256 acc) {
+  return Traits<B>::elements == kSuperblock ? _mm256_fnmadd_ps(wm, s, acc) : _mm256_fmadd_ps(wm, s, acc);
+}
+template <class B> APU_INLINE __m512 add_minimum(__m512 wm, __m512 s, __m512 acc) {
+  return Traits<B>::elements == kSuperblock ? _mm512_fnmadd_ps(wm, s, acc) : _mm512_fmadd_ps(wm, s, acc);
+}
+
 template <class B> struct Group;
 
 // ---- legacy types with nibbles ------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ template <class B> struct NibbleGroup {
     __m512i r[2] = {_mm512_dpbusd_epi32(dot4(q[0], y), q[1], load512(y + 64)), _mm512_setzero_si512()};
     if constexpr (Quads == 2) r[1] = _mm512_dpbusd_epi32(dot4(q[2], y + 128), q[3], load512(y + 192));
     const __m256i sum = add_lanes(add_pairs(r[0], r[1]), kFirst, kSecondOf); // 8 * 31 * 127 < 2^15
-    return kMin ? sum : _mm256_add_epi32(sum, load_correction(c));
+    return kMin ? sum : _mm256_sub_epi32(sum, load256(c));
   }
 };
 
@@ -160,7 +168,7 @@ template <> struct Group<Q5_1> : NibbleGroup<Q5_1> {};
 
 // ---- Q8_0 ----------------------------------------------------------------------------------------------------------
 // 272 bytes by five consecutive loads; pairs of blocks are cut out of neighbouring loads. Signed weights become
-// unsigned by adding 128, which the correction -128 * sum(y) takes back.
+// unsigned by adding 128, which the correction of 128 * sum(y) takes back.
 
 inline constexpr Table<uint8_t> kQ8Pair[4] = {Table<uint8_t>{[](int i) { return 2 + i + 2 * (i / 32); }},
                                               Table<uint8_t>{[](int i) { return 6 + i + 2 * (i / 32); }},
@@ -174,7 +182,6 @@ inline constexpr Table<int32_t> kQ8Second{[](int i) { return i / 2 % 4 + 8 * (i 
 template <> struct Group<Q8_0> {
   static constexpr Order kOrder = Order::natural;
   static constexpr int kBytes = 8 * sizeof(Q8_0);
-  static constexpr bool kMin = false;
 
   __m512i q[4];
   __m256 ws, wm;
@@ -216,7 +223,7 @@ template <> struct Group<Q8_0> {
       t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]),
                               _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
     const __m512i u = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
-    return _mm256_add_epi32(add_lanes(u, kQ8First, kQ8Second), load_correction(c));
+    return _mm256_sub_epi32(add_lanes(u, kQ8First, kQ8Second), load256(c));
   }
 };
 
@@ -261,7 +268,6 @@ template <class B> struct PairsGroup {
   static constexpr Order kOrder = Order::pairs;
   static constexpr int kBytes = sizeof(B);
   static constexpr bool kFive = sizeof(B) == sizeof(Q5_K);
-  static constexpr bool kMin = true;
 
   __m512i q[4];
   __m256 ws, wm;
@@ -343,7 +349,6 @@ template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
 template <class B, Order O> struct HalvesGroup {
   static constexpr Order kOrder = O;
   static constexpr int kBytes = sizeof(B);
-  static constexpr bool kMin = false;
   static constexpr int kOffset = Traits<B>::offset;
 
   __m512i q[4];
@@ -353,18 +358,18 @@ template <class B, Order O> struct HalvesGroup {
   struct Tail {};
   static Tail tail(int) { return {}; }
 
-  // c: sixteen int16, the negative sums of the activations' halves.
+  // c: sixteen int16, the sums of the activations' halves.
   template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
     const __m512i words = _mm512_zextsi256_si512(scales);
     const __m256i sum = dot_halves<O>(q, _mm512_permutexvar_epi16(kHalfScales<O>[0], words),
                                       _mm512_permutexvar_epi16(kHalfScales<O>[1], words), y);
     if constexpr (kOffset == 0) return sum;
     static_assert(kOffset == 0 || kOffset == 4 || kOffset == 32);
-    const __m256i correction = _mm256_madd_epi16(scales, load_correction(c));
-    return _mm256_add_epi32(sum, _mm256_slli_epi32(correction, kOffset == 4 ? 2 : 5));
+    const __m256i correction = _mm256_madd_epi16(scales, load256(c));
+    return _mm256_sub_epi32(sum, _mm256_slli_epi32(correction, kOffset == 4 ? 2 : 5));
   }
-  // -(m0 * sum + m1 * sum) per block.
-  APU_INLINE __m256i minimums(const int32_t *c) const { return _mm256_madd_epi16(mins, load_correction(c)); }
+  // m0 * sum + m1 * sum per block.
+  APU_INLINE __m256i minimums(const int32_t *c) const { return _mm256_madd_epi16(mins, load256(c)); }
 };
 
 APU_INLINE __m256 broadcast_f16(const uint8_t *p) {

@@ -12,52 +12,52 @@
 namespace apu::cpu::avx512 {
 namespace {
 
-// Activations of one call, packed: per row y (groups * 256), d, s, c (groups * 8 each).
+// Activations of one call; y and c packed in `work`, the rest where the caller keeps it.
 struct Packed {
-  const int8_t *y;
-  const float *d;
-  const float *s;
-  const int32_t *c;
-  size_t groups; // per row
+  const int8_t *y;  // (T, groups, 256) in the order of the type's group
+  const int32_t *c; // (T, groups, 8) what Group::dot subtracts, or sixteen int16 sums for scales per 16
+  const float *d;   // (T, groups, 8)
+  const float *s;   // (T, groups, 8)
+  size_t groups;
 };
 
 size_t groups_of(uint32_t k) {
   return (k + kGroup - 1) / kGroup;
 }
-constexpr size_t kGroupBytes = kGroup + 3 * kLanes * 4;
+constexpr size_t kGroupBytes = kGroup + 4 * kLanes;
 
-template <class B> Packed pack(const ActBlocks &a, uint32_t rows, uint32_t k, void *work) {
-  using G = Group<B>;
-  const size_t groups = groups_of(k);
-  auto *y = reinterpret_cast<int8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
-  auto *d = reinterpret_cast<float *>(y + rows * groups * kGroup);
-  auto *s = d + rows * groups * kLanes;
-  auto *c = reinterpret_cast<int32_t *>(s + rows * groups * kLanes);
-  const Packed packed{y, d, s, c, groups};
-  for (uint32_t t = 0; t < rows; t++) {
-    const size_t first = size_t{t} * a.blocks;
-    for (size_t g = 0; g < groups; g++, y += kGroup, d += kLanes, s += kLanes, c += kLanes) {
-      const size_t at = first + g * kLanes;
-      for (int b = 0; b < 8; b++)
-        for (int h = 0; h < 2; h++)
-          _mm_store_si128(reinterpret_cast<__m128i *>(y + piece_offset<G::kOrder>(b, h)),
-                          load128(a.q + (at + b) * kBlock + 16 * h));
-      _mm256_store_ps(d, _mm256_loadu_ps(a.d + at));
-      // K-quants subtract their minimum, kept positive in the group
-      const __m256 sums = _mm256_loadu_ps(a.s + at);
-      _mm256_store_ps(s, Traits<B>::elements == kSuperblock ? _mm256_sub_ps(_mm256_setzero_ps(), sums) : sums);
-      const int32_t *halves = a.sum16 + 2 * at;
-      if constexpr (Traits<B>::sub_block == 16) {
-        int16_t words[16];
-        for (int i = 0; i < 16; i++) words[i] = static_cast<int16_t>(-halves[i]);
-        memcpy(c, words, sizeof words);
-      } else {
-        const int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
-        for (int b = 0; b < 8; b++) c[b] = -offset * (halves[2 * b] + halves[2 * b + 1]);
-      }
-    }
+// 256 bytes of eight blocks to the order of piece_offset().
+template <Order O> APU_INLINE void reorder(const int8_t *from, int8_t *to) {
+  __m512i z[4];
+  for (int i = 0; i < 4; i++) z[i] = load512(from + 64 * i);
+  constexpr int other = O == Order::split ? 2 : 1; // the load that holds the partner's lanes
+  for (int i = 0; i < 2; i++) {
+    const __m512i a = z[other == 1 ? 2 * i : i], b = z[other == 1 ? 2 * i + 1 : i + 2];
+    constexpr int low = O == Order::nibbles ? 0x88 : 0x44, high = O == Order::nibbles ? 0xdd : 0xee;
+    _mm512_store_si512(to + 128 * i, _mm512_shuffle_i64x2(a, b, low));
+    _mm512_store_si512(to + 128 * i + 64, _mm512_shuffle_i64x2(a, b, high));
   }
-  return packed;
+}
+
+inline constexpr Table<int32_t> kEven{[](int i) { return 2 * i % 16; }};
+inline constexpr Table<int32_t> kOdd{[](int i) { return 2 * i % 16 + 1; }};
+
+template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
+  constexpr Order order = Group<B>::kOrder;
+  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  const size_t groups = a.blocks / kLanes, all = rows * groups;
+  auto *y = reinterpret_cast<int8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
+  auto *c = reinterpret_cast<int32_t *>(y + all * kGroup);
+  for (size_t g = 0; g < all; g++) {
+    if constexpr (order != Order::natural) reorder<order>(a.q + g * kGroup, y + g * kGroup);
+    const __m512i halves = load512(a.sum16 + 16 * g);
+    if constexpr (Traits<B>::sub_block == 16)
+      _mm256_store_si256(reinterpret_cast<__m256i *>(c + 8 * g), _mm512_cvtepi32_epi16(halves));
+    else if constexpr (offset != 0)
+      _mm256_store_si256(reinterpret_cast<__m256i *>(c + 8 * g),
+                         _mm256_mullo_epi32(add_lanes(halves, kEven, kOdd), _mm256_set1_epi32(offset)));
+  }
+  return {order == Order::natural ? a.q : y, c, a.d, a.s, groups};
 }
 
 template <class B, int T, bool Masked, int Quads>
@@ -67,12 +67,12 @@ APU_INLINE void step(const uint8_t *p, const typename Group<B>::Tail &tail, cons
   for (int t = 0; t < T; t++) {
     const size_t at = t * a.groups + g;
     const __m256i integers = w.template dot<Quads>(a.y + at * kGroup, a.c + at * kLanes);
-    acc[t] =
-        _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), _mm256_mul_ps(w.ws, _mm256_load_ps(a.d + at * kLanes)), acc[t]);
+    const __m256 d = _mm256_loadu_ps(a.d + at * kLanes);
+    acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), _mm256_mul_ps(w.ws, d), acc[t]);
     if constexpr (Traits<B>::minimum == Minimum::per_half)
-      acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(w.minimums(a.c + at * kLanes)),
-                               _mm256_mul_ps(w.wm, _mm256_load_ps(a.d + at * kLanes)), acc[t]);
-    if constexpr (Group<B>::kMin) acc[t] = _mm256_fmadd_ps(w.wm, _mm256_load_ps(a.s + at * kLanes), acc[t]);
+      acc[t] = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(w.minimums(a.c + at * kLanes)), _mm256_mul_ps(w.wm, d), acc[t]);
+    if constexpr (Traits<B>::minimum == Minimum::per_block)
+      acc[t] = add_minimum<B>(w.wm, _mm256_loadu_ps(a.s + at * kLanes), acc[t]);
   }
 }
 
@@ -103,7 +103,7 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, uint32_t b
 template <class B>
 void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work) {
-  const Packed packed = pack<B>(a, count, w.k, work);
+  const Packed packed = pack<B>(a, count, work);
   switch (count) {
   case 1: return rows<B, 1>(w, packed, begin, end, y, y_stride);
   case 2: return rows<B, 2>(w, packed, begin, end, y, y_stride);
