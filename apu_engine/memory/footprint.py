@@ -143,11 +143,20 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
 
 def weight_files(pid: int) -> list[str]:
     """Paths of the model files that process `pid` has mapped."""
-    found = []
-    for item in footprint(pid).files:
-        if item.path.removesuffix(_DELETED).lower().endswith(_WEIGHT_SUFFIXES):
-            found.append(item.path)
-    return found
+    return [item.path for item in footprint(pid).files if _holds_weights(item)]
+
+
+def _holds_weights(item: FileMapping) -> bool:
+    """By name, or by magic: download caches name their files by hash."""
+    if item.path.removesuffix(_DELETED).lower().endswith(_WEIGHT_SUFFIXES):
+        return True
+    if item.permissions != ("r--s",):
+        return False
+    try:
+        with Path(item.path).open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _read(pid: int, name: str) -> str:

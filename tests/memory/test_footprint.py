@@ -236,6 +236,17 @@ def test_a_second_process_adds_no_pages(native: NativeDouble, file: Path) -> Non
         assert weight_files(pid) == [str(file)]
 
 
+def test_weights_behind_a_link_of_a_download_cache(native: NativeDouble, file: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "9f86d081884c7d65"
+    blob.write_bytes(b"GGUF" + file.read_bytes())
+    link = tmp_path / "model.gguf"
+    link.symlink_to(blob)
+    with Mapping.open(link), Mapping.open(file):
+        assert set(weight_files(os.getpid())) == {str(blob), str(file)}
+        (item,) = footprint(files=[link]).files
+        assert item.mapped >= blob.stat().st_size
+
+
 def test_pages_that_are_not_shared_are_named(file: Path) -> None:
     item = FileMapping("/m.gguf", ("r--s",), 1 << 20, 1 << 20, 1 << 20, 0, 0, 1 << 20, 0, 0, 0)
     (finding,) = check_sharing([Footprint(pid, 0, 0, 0, 0, 0, (item,), ()) for pid in (1, 2)])

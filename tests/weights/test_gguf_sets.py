@@ -66,6 +66,14 @@ def test_any_shard_or_the_folder(split: Path, given: str) -> None:
         assert raw == TENSORS[name].tobytes()
 
 
+def test_a_set_of_links_as_in_a_download_cache(split: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    snapshot = tmp_path_factory.mktemp("snapshot")
+    for i, name in enumerate(names()):
+        blob = (split / name).rename(split / f"{i}0f4c")
+        (snapshot / name).symlink_to(blob)
+    assert open_model(snapshot / names()[1]).files == tuple(snapshot / name for name in names())
+
+
 def test_a_first_shard_without_tensors(tmp_path: Path) -> None:
     shard(tmp_path / names(2)[0], 0, {}, count=2, total=1)
     shard(tmp_path / names(2)[1], 1, {"w": np.ones(4, np.float32)}, count=2, total=1)
