@@ -70,7 +70,10 @@ def _is_piped(required: bool) -> bool:
 
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return False
-    mode = os.fstat(sys.stdin.fileno()).st_mode
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # standard input of another kind: a notebook, a test
+        return required
     return required or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 

@@ -49,19 +49,19 @@ class Completion:
 class Generation:
     """An answer under way: iterate over its text pieces; `result` is the Completion once it ended.
 
-    Leaving it early (`close`, or leaving the `with` block) cancels the request.
+    Leaving it for good (`close`, leaving the `with` block, or dropping it) cancels the request.
     """
 
     def __init__(self, runtime: Runtime, job: Job, text: TextStream | None) -> None:
         self._runtime = runtime
         self._job = job
         self._text = text
-        self._events: queue.SimpleQueue[TokenEvent | Done] = queue.SimpleQueue()
         self._tokens: list[TokenEvent] = []
         self._pieces: list[str] = []
-        self._stopped = False  # a stop string was found
         self._result: Completion | None = None
-        job.on_event = lambda _, event: self._events.put(event)
+        self._events: queue.SimpleQueue[TokenEvent | Done] = queue.SimpleQueue()
+        put = self._events.put  # the engine must not keep this object alive
+        job.on_event = lambda _, event: put(event)
         runtime.engine.submit(job)
 
     @property
@@ -78,59 +78,64 @@ class Generation:
         return self._result
 
     def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
         while self._result is None:
             try:
-                event = self._events.get()
+                piece = self._take(self._events.get())
             except BaseException:
                 self.close()
                 raise
-            piece = self._finish(event) if isinstance(event, Done) else self._token(event)
             if piece:
-                self._pieces.append(piece)
-                yield piece
+                return piece
+        raise StopIteration
 
-    def _token(self, event: TokenEvent) -> str:
-        if self._stopped:
-            return ""
-        self._tokens.append(event)
-        if self._text is None:
-            return ""
-        piece = self._text.push(event.token)
-        if self._text.finished:
-            self._stopped = True
-            self._runtime.engine.cancel(self._job)
+    def _take(self, event: TokenEvent | Done) -> str:
+        """The text that an event makes certain."""
+        piece = ""
+        if isinstance(event, TokenEvent):
+            if self._stopped:
+                return ""
+            self._tokens.append(event)
+            if self._text is not None:
+                piece = self._text.push(event.token)
+                if self._stopped:
+                    self._runtime.engine.cancel(self._job)
+            self._pieces.append(piece)
+            return piece
+        if self._text is not None:
+            piece = self._text.flush()
+            self._pieces.append(piece)
+        self._finish(event)
         return piece
 
-    def _finish(self, done: Done) -> str:
-        tail = ""
-        if self._text is not None and not self._stopped:
-            tail = self._text.flush()
-            self._stopped = self._text.finished is not None
-        reason = "stop" if self._stopped and done.reason != "error" else done.reason
+    @property
+    def _stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._text is not None and self._text.finished is not None
+
+    def _finish(self, done: Done) -> None:
         self._result = Completion(
-            text="".join(self._pieces) + tail,
+            text="".join(self._pieces),
             tokens=self.tokens,
-            finish_reason=reason,
+            finish_reason="stop" if self._stopped and done.reason != "error" else done.reason,
             timings=done.timings,
             seed=done.seed,
             logprobs=list(self._tokens) if self._job.params.logprobs else None,
         )
-        if done.reason == "error":
-            assert done.error is not None
+        if done.error is not None:
             raise done.error
-        return tail
 
     def close(self) -> None:
         """Cancel the request unless it has ended; `result` is then what came so far."""
-        if self._result is None:
-            self._runtime.engine.cancel(self._job)
-            while self._result is None:
-                event = self._events.get()
-                if isinstance(event, Done):
-                    with contextlib.suppress(ApuError):  # whoever left does not ask how it ended
-                        self._finish(event)
-                else:
-                    self._token(event)
+        if self._result is not None:
+            return
+        self._runtime.engine.cancel(self._job)
+        while not isinstance(event := self._events.get(), Done):
+            pass
+        with contextlib.suppress(Exception):  # whoever leaves does not ask how it ended
+            self._finish(event)
 
     def __enter__(self) -> Generation:
         return self
@@ -139,6 +144,10 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_result", True) is None:
+            self._runtime.engine.cancel(self._job)
 
 
 class LLM:
