@@ -13,19 +13,12 @@ from aiohttp import web
 
 from apu_engine.engine.job import ContextLengthError, EngineClosedError, QueueFullError
 from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
+from apu_engine.text.errors import TemplateError, TextError
 
 log = logging.getLogger("apu_engine.server")
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+_TRY_AGAIN = (429, 503)
 
 
 class ApiError(Exception):
@@ -39,17 +32,21 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error")
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> web.Response:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return web.Response(
-            body=msgspec.json.encode(self.body()),
-            status=self.status,
-            headers=headers,
-            content_type="application/json",
+    def response(self, close: bool = False) -> web.Response:
+        """With `close` the connection ends after it, which a body that nobody read calls for."""
+        response = web.Response(
+            body=msgspec.json.encode(self.body()), status=self.status, content_type="application/json"
         )
+        if self.status in _TRY_AGAIN:
+            response.headers["Retry-After"] = "1"
+        if self.status == 401:
+            response.headers["WWW-Authenticate"] = "Bearer"
+        if close:
+            response.force_close()
+        return response
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -57,17 +54,21 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), "messages", "context_length_exceeded")
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, MappingError):
         return ApiError(503, str(error), code="model_file_changed")
     if isinstance(error, EngineClosedError):
-        return ApiError(503, str(error), code="shutting_down")
+        return ApiError(503, str(error), code="engine_closed")
     if isinstance(error, ConfigError):
         return ApiError(400, str(error), error.option or None, "invalid_value")
     if isinstance(error, ModelError):
         return ApiError(400, str(error), code="unsupported_by_model")
+    if isinstance(error, TextError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, TemplateError) and error.reason != "worker":
+        return ApiError(400, str(error), "messages", "template_error")
     if isinstance(error, ApuError):
         log.error("%s", error)
         return ApiError(500, str(error), code="engine_error")

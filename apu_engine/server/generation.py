@@ -1,148 +1,170 @@
 """One request's generation on the event loop: token events from the engine thread become text that is safe to send.
 
-Two crossings: `Engine.submit` in, one `call_soon_threadsafe` per event out. Leaving the iteration early, by an error
-or because the client is gone, cancels the job at once.
+Two crossings: `Engine.submit` in, one `call_soon_threadsafe` per event out. Streamed and plain answers consume the
+same `pieces()`. Leaving the iteration early, by an error or because the client is gone, cancels the job at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from apu_engine.engine.job import Done, Job, SamplingParams, TokenEvent
-from apu_engine.server.errors import ApiError
-from apu_engine.server.sse import PING_SECONDS
+from apu_engine.engine.job import Done, Job, TokenEvent
+from apu_engine.server.errors import ApiError, api_error
 
 if TYPE_CHECKING:
-    from apu_engine import LLM
+    from apu_engine.engine.engine import Engine
+    from apu_engine.text.stream import TextStream
+
+PING_SECONDS = 10.0  # below the idle limits of common proxies and clients
 
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """Text that became safe to send, possibly empty, and the token that brought it; None when flushed or idle."""
+    """Text that became safe to send, and the tokens that brought it: all tokens since the piece before."""
 
     text: str
-    token: TokenEvent | None
-    idle: bool = False  # nothing happened for PING_SECONDS
+    tokens: list[TokenEvent]
 
 
 class Generation:
-    """Iterate over `pieces()`; afterwards `finish_reason` and `done` hold how it ended."""
+    """Iterate over `pieces()`; afterwards `finish_reason`, `usage()` and `timings()` tell how it went.
 
-    def __init__(
-        self,
-        llm: LLM,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        max_tokens: int,
-        stop: list[str],
-        request_id: str,
-        ignore_eos: bool = False,
-    ) -> None:
-        self._llm = llm
-        self._queue: asyncio.Queue[TokenEvent | Done] = asyncio.Queue()
+    `job.on_event` is set here.
+    """
+
+    def __init__(self, engine: Engine, job: Job, stream: TextStream) -> None:
+        self._engine = engine
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._stream = llm.text_stream(stop)
-        self.job = Job(
-            prompt=prompt,
-            params=params,
-            max_tokens=max_tokens,
-            stop_ids=llm.stop_ids,
-            on_event=self._on_event,
-            id=request_id,
-            ignore_eos=ignore_eos,
-        )
-        self.started = time.monotonic()
+        self._queue: asyncio.Queue[TokenEvent | Done | None] = asyncio.Queue()  # None: time for a sign of life
+        self._ping_at = 0.0
+        self._started = time.monotonic()
+        self._first_seconds = 0.0
+        self._error: ApiError | None = None
+        self.job = job
         self.finish_reason = ""
+        self.generated = 0
         self.done: Done | None = None
+        job.on_event = self._on_event
 
     def _on_event(self, _: Job, event: TokenEvent | Done) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Raises what the engine reports; QueueFullError and the like before the first piece."""
-        self._llm.engine.submit(self.job)
+    async def pieces(self) -> AsyncGenerator[Piece | None, None]:
+        """Pieces as they come, the last one possibly empty; None when there was nothing for PING_SECONDS.
+
+        Raises what `Engine.submit` or the engine thread reports, as ApiError.
+        """
+        held: list[TokenEvent] = []  # tokens whose text is not safe to send yet
+        self._quiet_from_now()
         try:
-            async for event in self._events():
-                if event is None:
-                    yield Piece("", None, idle=True)
-                elif isinstance(event, Done):
-                    yield self._end(event)
+            self._engine.submit(self.job)
+            while True:
+                event = await self._next()
+                if isinstance(event, Done):
+                    yield Piece(self._end(event), held)
                     return
-                else:
+                text = ""
+                if event is not None:
+                    self.generated += 1
+                    self._first_seconds = self._first_seconds or time.monotonic() - self._started
                     text = self._stream.push(event.token)
-                    yield Piece(text, event)
-                    if self._stream.finished:
-                        self._llm.engine.cancel(self.job)
-                        await self._drain()
-                        self.finish_reason = "stop"
-                        return
+                    held.append(event)
+                if self._stream.finished:
+                    await self._stop()
+                    yield Piece(text, held)
+                    return
+                if text:
+                    yield Piece(text, held)
+                    held = []
+                    self._quiet_from_now()
+                elif self._loop.time() >= self._ping_at:
+                    yield None
+                    self._quiet_from_now()
+        except Exception as error:
+            self._error = api_error(error)
+            raise self._error from error
         finally:
             if self.done is None:
-                self._llm.engine.cancel(self.job)
+                self._engine.cancel(self.job)
 
-    async def _events(self) -> AsyncIterator[TokenEvent | Done | None]:
-        while True:
-            try:
-                yield await asyncio.wait_for(self._queue.get(), PING_SECONDS)
-            except asyncio.TimeoutError:
-                yield None
+    def _quiet_from_now(self) -> None:
+        self._ping_at = self._loop.time() + PING_SECONDS
 
-    def _end(self, done: Done) -> Piece:
+    async def _next(self) -> TokenEvent | Done | None:
+        timer = self._loop.call_at(self._ping_at, self._queue.put_nowait, None)
+        try:
+            return await self._queue.get()
+        finally:
+            timer.cancel()
+
+    def _end(self, done: Done) -> str:
         self.done = done
         if done.error is not None:
             raise done.error
         if done.reason == "cancelled":
-            raise ApiError(503, "the server is shutting down; the request was not finished", code="shutting_down")
+            raise ApiError(503, "the server shuts down; this request was not finished", code="shutting_down")
         self.finish_reason = done.reason
-        return Piece(self._stream.flush(), None)
+        return self._stream.flush()
 
-    async def _drain(self) -> None:
-        while not isinstance(event := await self._queue.get(), Done):
-            pass
+    async def _stop(self) -> None:
+        """A stop string is complete: what the engine may still deliver is beyond the answer's end."""
+        self.finish_reason = "stop"
+        self._engine.cancel(self.job)
+        event = None
+        while not isinstance(event, Done):
+            event = await self._queue.get()
         self.done = event
 
     def usage(self) -> dict[str, Any]:
-        timings = self._done().timings
+        """Tokens of the prompt and of the answer; the token that ends an answer by itself is not counted."""
+        timings = self._ended().timings
         return {
             "prompt_tokens": timings.prompt_tokens,
-            "completion_tokens": timings.generated_tokens,
-            "total_tokens": timings.prompt_tokens + timings.generated_tokens,
+            "completion_tokens": self.generated,
+            "total_tokens": timings.prompt_tokens + self.generated,
             "prompt_tokens_details": {"cached_tokens": timings.cached_tokens},
         }
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds and rates, named as llama.cpp's server names them."""
-        timings = self._done().timings
+        """Milliseconds and rates, named as llama.cpp's server names them; the first token belongs to the prompt."""
+        timings = self._ended().timings
         read = timings.prompt_tokens - timings.cached_tokens
+        decoded = max(timings.generated_tokens - 1, 0)
         return {
             "cache_n": timings.cached_tokens,
             "prompt_n": read,
             "prompt_ms": round(timings.prompt_seconds * 1e3, 3),
-            "prompt_per_second": _rate(read, timings.prompt_seconds),
-            "predicted_n": timings.generated_tokens,
+            "prompt_per_token_ms": _ratio(timings.prompt_seconds * 1e3, read),
+            "prompt_per_second": _ratio(read, timings.prompt_seconds),
+            "predicted_n": self.generated,
             "predicted_ms": round(timings.decode_seconds * 1e3, 3),
-            "predicted_per_second": _rate(max(timings.generated_tokens - 1, 0), timings.decode_seconds),
+            "predicted_per_token_ms": _ratio(timings.decode_seconds * 1e3, decoded),
+            "predicted_per_second": _ratio(decoded, timings.decode_seconds),
         }
 
     def log_line(self) -> str:
-        """The end of the request's log line; what is not known yet is left out."""
-        if self.done is None:
-            return f"{len(self.job.prompt)} prompt, cancelled after {time.monotonic() - self.started:.2f} s"
-        t = self.done.timings
-        rate = _rate(max(t.generated_tokens - 1, 0), t.decode_seconds)
+        """What happened, for the request's one log line."""
+        now = time.monotonic() - self._started
+        cached, rate = 0, _ratio(max(self.generated - 1, 0), now - self._first_seconds)
+        if self.done is not None:
+            t = self.done.timings
+            cached, rate = t.cached_tokens, _ratio(max(t.generated_tokens - 1, 0), t.decode_seconds)
+        how = self.finish_reason or (self._error.message if self._error else f"client left after {now:.2f} s")
+        first = f"first token {self._first_seconds:.3f} s" if self._first_seconds else "no token"
         return (
-            f"{t.prompt_tokens} prompt, {t.cached_tokens} cached, {t.generated_tokens} generated, "
-            f"{rate:.1f} tok/s, first token {t.first_token_seconds:.3f} s, {self.finish_reason or self.done.reason}"
+            f"{len(self.job.prompt)} prompt, {cached} cached, {self.generated} generated, "
+            f"{rate:.1f} tok/s, {first}, {how}"
         )
 
-    def _done(self) -> Done:
+    def _ended(self) -> Done:
         assert self.done is not None, "the generation has not ended"
         return self.done
 
 
-def _rate(count: int, seconds: float) -> float:
-    return round(count / seconds, 3) if seconds > 0 else 0.0
+def _ratio(amount: float, per: float) -> float:
+    return round(amount / per, 3) if per > 0 else 0.0

@@ -1,13 +1,16 @@
 """What requests may hold. Decoding is strict: a wrong type, a value out of range or an unknown field is a 400.
 
 Fields that OpenAI's API defines and this server does not support yet are listed in `_UNSUPPORTED`: they are accepted
-only with the value that means their absence, so that nothing a client asks for is silently ignored.
+only with a value that asks for nothing, so that nothing a client asks for is silently ignored. docs/api.md lists all
+fields.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +25,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
-    "function_call": (None, "none"),
+    "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "reasoning_effort": (None,),
     "modalities": (None, ["text"]),
@@ -32,34 +35,38 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
+    "moderation": (None,),
 }
 # Accepted and without effect: they never change what is generated.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+)
+# What answers of a chat carry and clients send back: unsupported unless empty.
+_EMPTY_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
 
-Stop = str | Annotated[list[str], Meta(max_length=16)] | None
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+Stop = str | list[str] | None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
-    text: str | None = None
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # without effect
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | dict[str, Any]] | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
+    annotations: Any = None
+    refusal: Any = None
 
 
-class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Generate(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that both endpoints share; None takes the server's default."""
 
     model: str | None = None
@@ -67,7 +74,7 @@ class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: Count | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -77,10 +84,10 @@ class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Stop = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
 
 
-class ChatRequest(_Sampling, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(_Generate, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -88,7 +95,7 @@ class ChatRequest(_Sampling, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(_Sampling, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(_Generate, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -107,56 +114,91 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+def invalid(field: str, problem: str, code: str = "invalid_value") -> NoReturn:
+    """Raises the 400 that names `field`."""
+    raise ApiError(400, f"{field}: {problem}", field, code)
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """A checked request, or ApiError 400 whose `param` names the field."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        found = type(fields).__name__
-        raise ApiError(400, f"the body must be a JSON object, found {found}", code="invalid_json")
-    known = {f.encode_name for f in msgspec.structs.fields(kind)}
+    fields = _parse(body)
+    known = kind.__struct_fields__
     for name in list(fields):
         if name in known:
             continue
         if name in _UNSUPPORTED:
             if fields[name] not in _UNSUPPORTED[name]:
-                raise ApiError(400, f"{name}: not supported by this server", name, "unsupported_field")
+                invalid(name, "not supported by this server", "unsupported_field")
             del fields[name]
         elif name in _IGNORED:
             del fields[name]
         else:
-            raise ApiError(400, f"{name}: unknown field", name, "unknown_field")
+            close = difflib.get_close_matches(name, known, 1) if len(name) <= 40 else []
+            hint = f"; did you mean {close[0]}?" if close else ""
+            invalid(name[:80], f"unknown field{hint}", "unknown_field")
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        match = re.search(r"at `\$\.([^`\[]+)", str(error)) or re.search(r"field `([^`]+)`", str(error))
-        param = match.group(1).removesuffix("[...]") if match else None
-        raise ApiError(400, f"{param or 'body'}: {error}", param, "invalid_value") from error
+        raise _wrong(str(error)) from None
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """The one JSON object in `body`: UTF-8, every name once, finite numbers, no lone surrogates."""
+    try:
+        fields = msgspec.json.decode(body)
+        json.loads(body, object_pairs_hook=_check_names)  # msgspec takes the last of several equal names
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body is not valid JSON for this request: expected an object", code="invalid_json")
+    return fields
+
+
+def _check_names(pairs: list[tuple[str, Any]]) -> None:
+    seen = set()
+    for name, _ in pairs:
+        if name in seen:
+            invalid(name[:80], "given twice", "duplicate_field")
+        seen.add(name)
+
+
+def _wrong(problem: str) -> ApiError:
+    """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the field in front."""
+    what, _, where = problem.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    code = "invalid_value"
+    if match := re.search(r"(required|unknown) field `(.+)`", what):
+        path = f"{path}.{match[2][:80]}".lstrip(".")
+        code, what = ("missing_field", "missing") if match[1] == "required" else ("unknown_field", "unknown field")
+    return ApiError(400, f"{path or 'body'}: {what}", path or None, code)
 
 
 def stop_strings(stop: Stop) -> list[str]:
-    """The stop strings of a request; an empty one would end everything and is refused."""
-    found = [stop] if isinstance(stop, str) else list(stop or ())
-    if any(not s for s in found):
-        raise ApiError(400, "stop: an empty stop string would match everywhere", "stop", "invalid_value")
-    return found
+    return [stop] if isinstance(stop, str) else list(stop or ())
 
 
 def logit_bias(bias: dict[str, float] | None, vocabulary: int) -> dict[int, float]:
     """Token ids as numbers, checked against the vocabulary."""
     result = {}
     for key, value in (bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < vocabulary):
-            raise ApiError(
-                400,
-                f"logit_bias: expected token ids from 0 to {vocabulary - 1}, found {key[:40]!r}",
-                "logit_bias",
-                "invalid_value",
-            )
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocabulary):
+            invalid("logit_bias", f"expected token ids from 0 to {vocabulary - 1}, found {key[:40]!r}")
         result[int(key)] = value
     return result
+
+
+def seed(value: int) -> int:
+    """Negative seeds, which OpenAI's API has, become large ones."""
+    return value & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def template_options(options: dict[str, Any] | None) -> dict[str, Any]:
+    """What a request hands to the chat template besides its messages."""
+    for name in ("messages", "tools", "self"):
+        if name in (options or {}):
+            invalid(f"chat_template_kwargs.{name}", "not supported by this server", "unsupported_field")
+    return options or {}
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -164,27 +206,35 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     result = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if message.tool_calls or message.tool_call_id is not None or message.role == "tool":
-            raise ApiError(400, f"{where}: tool calls are not supported by this server", where, "unsupported_field")
-        content = message.content
-        if isinstance(content, list):
-            texts = []
-            for part in content:
-                if not isinstance(part, TextPart) or part.type != "text" or part.text is None:
-                    kind = part.type if isinstance(part, TextPart) else part.get("type")
-                    raise ApiError(
-                        400,
-                        f"{where}.content: parts of type {str(kind)[:40]!r} are not supported, only text",
-                        where,
-                        "unsupported_content",
-                    )
-                texts.append(part.text)
-            content = "\n".join(texts)
-        if content is None:
-            raise ApiError(400, f"{where}.content: expected text, found null", where, "invalid_value")
+        for name in _EMPTY_IN_MESSAGES:
+            if getattr(message, name):
+                invalid(f"{where}.{name}", "not supported by this server", "unsupported_field")
+        if message.role == "tool":
+            invalid(f"{where}.role", "tool messages are not supported by this server", "unsupported_field")
         role = "system" if message.role == "developer" else message.role
-        plain = {"role": role, "content": content}
+        plain = {"role": role, "content": _text(message.content, f"{where}.content")}
         if message.name is not None:
             plain["name"] = message.name
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = message.reasoning_content
         result.append(plain)
     return result
+
+
+def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        invalid(where, "expected text, found null")
+    texts = []
+    for number, part in enumerate(content):
+        at = f"{where}[{number}]"
+        if part.get("type") != "text":
+            kind = str(part.get("type"))[:40]
+            invalid(f"{at}.type", f"content of type {kind!r} is not supported, only text", "unsupported_content")
+        if not isinstance(part.get("text"), str):
+            invalid(f"{at}.text", "expected text")
+        if other := sorted(part.keys() - {"type", "text"}):
+            invalid(f"{at}.{other[0][:80]}", "unknown field", "unknown_field")
+        texts.append(part["text"])
+    return "\n".join(texts)
