@@ -251,6 +251,11 @@ class LLM:
 
         return footprint(files=[mapping.path for mapping in self.runtime.mappings])
 
+    def check(self) -> None:
+        """Raises MappingError when a file of the model was truncated or changed in place."""
+        for mapping in self.runtime.mappings:
+            mapping.check()
+
     def summary(self) -> str:
         """One line: weights mapped, copied and anonymous bytes, context and KV cache."""
         return summary(self.runtime)
