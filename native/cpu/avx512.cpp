@@ -1,10 +1,64 @@
-// The AVX-512 level's place until its kernels are in: weak, so that the real table replaces it.
-#include "cpu/kernels.h"
+// The AVX-512 level's table (F, BW, VL, DQ, VNNI, VBMI, GFNI: Zen 4, Ice Lake and later), null on other builds.
+#include "avx512.h"
+#include "avx512_common.h"
 
 namespace apu::cpu {
 
-__attribute__((weak)) const KernelTable *avx512_table() {
+#ifdef APU_AVX512
+
+namespace {
+
+// From how many rows of activations on the many-row kernels win: measured, and free to choose, as both have the
+// same bits.
+constexpr uint32_t kGemmRows = 5;
+
+void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
+            void *work) {
+  if (rows < kGemmRows)
+    avx512::matvec(w, a, rows, begin, end, y, y_stride, work);
+  else
+    avx512::gemm(w, a, rows, begin, end, y, y_stride, work);
+}
+
+size_t work_bytes(uint32_t k) {
+  size_t bytes = avx512::matvec_work_bytes(k);
+  if (avx512::gemm_work_bytes(k) > bytes) bytes = avx512::gemm_work_bytes(k);
+  if (avx512::float_work_bytes(k) > bytes) bytes = avx512::float_work_bytes(k);
+  return bytes;
+}
+
+} // namespace
+
+const KernelTable *avx512_table() {
+  static constexpr KernelTable table{
+      .name = "avx512",
+      .quantize = avx512::quantize,
+      .matmul = matmul,
+      .matmul_float = avx512::matmul_float,
+      .work_bytes = work_bytes,
+      .dequantize_row = avx512::dequantize_row,
+      .dot = avx512::dot,
+      .dot_f16 = avx512::dot_f16,
+      .axpy = avx512::axpy,
+      .axpy_f16 = avx512::axpy_f16,
+      .scale = avx512::scale,
+      .f32_to_f16 = avx512::f32_to_f16,
+      .rms_norm = avx512::rms_norm,
+      .silu_mul = avx512::silu_mul,
+      .gelu_tanh_mul = avx512::gelu_tanh_mul,
+      .gelu_erf_mul = avx512::gelu_erf_mul,
+      .max = avx512::max,
+      .exp_sum = avx512::exp_sum,
+  };
+  return &table;
+}
+
+#else
+
+const KernelTable *avx512_table() {
   return nullptr;
 }
+
+#endif
 
 } // namespace apu::cpu

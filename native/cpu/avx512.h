@@ -1,5 +1,5 @@
 // Functions of the AVX-512 level, one file a group: matrices of quantised types for few rows (matvec) and many
-// (gemm), float types (float), quantisation and row helpers (rows). avx512.cpp puts them into the table.
+// (gemm), float types and exact precision (float), quantisation and row helpers (rows). avx512.cpp makes the table.
 #pragma once
 
 #include "kernels.h"
@@ -11,10 +11,30 @@ inline constexpr uint32_t kMatvecRows = 8;
 
 size_t matvec_work_bytes(uint32_t k);
 size_t gemm_work_bytes(uint32_t k);
+size_t float_work_bytes(uint32_t k);
+
 // As KernelTable::matmul; matvec takes at most kMatvecRows rows.
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work);
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
           void *work);
+
+// The rest as in KernelTable.
+void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
+                  float *y, size_t y_stride, void *work);
+void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
+void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a);
+float dot(const float *a, const float *b, uint32_t n);
+float dot_f16(const float *a, const uint16_t *b, uint32_t n);
+void axpy(float scale, const float *x, float *y, uint32_t n);
+void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n);
+void scale(float scale, float *y, uint32_t n);
+void f32_to_f16(const float *in, uint16_t *out, uint32_t n);
+void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n);
+void silu_mul(const float *gate, const float *up, float *out, uint32_t n);
+void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n);
+void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n);
+float max(const float *x, uint32_t n);
+float exp_sum(float *x, float max, uint32_t n);
 
 } // namespace apu::cpu::avx512

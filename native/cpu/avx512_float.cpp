@@ -1,0 +1,176 @@
+// Matrices of float types, and of quantised types at "exact" precision: element k of a dot product goes to lane
+// k mod 16 by fma, lanes are added by sum16, whatever the number of rows, so few and many rows agree bit for bit.
+// Few rows read the weights where they lie, one weight row after the other. For many, F16, BF16 and quantised rows are
+// first converted to a tile of float32 in `work` (it stays in L2), and 4 x 6 outputs share their loads.
+#include "avx512.h"
+#include "avx512_common.h"
+
+#ifdef APU_AVX512
+
+#include "../include/apu.h"
+#include "../quant/unpack.h"
+
+namespace apu::cpu::avx512 {
+namespace {
+
+constexpr uint32_t kTileRows = 16;
+constexpr uint32_t kFewRows = 4;
+constexpr uint32_t kActRows = 6;
+
+template <uint32_t Dtype> constexpr size_t kElementBytes = Dtype == APU_F32 ? 4 : 2;
+
+// Sixteen elements from the i-th of a row, or those in mask.
+template <uint32_t Dtype> APU_INLINE __m512 load16(const uint8_t *row, size_t i) {
+  const uint8_t *p = row + i * kElementBytes<Dtype>;
+  if constexpr (Dtype == APU_F32) return _mm512_loadu_ps(p);
+  if constexpr (Dtype == APU_F16) return _mm512_cvtph_ps(load256(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load256(p)), 16));
+}
+template <uint32_t Dtype> APU_INLINE __m512 load16(const uint8_t *row, size_t i, __mmask16 mask) {
+  const uint8_t *p = row + i * kElementBytes<Dtype>;
+  if constexpr (Dtype == APU_F32) return _mm512_maskz_loadu_ps(mask, p);
+  const __m256i halves = _mm256_maskz_loadu_epi16(mask, p);
+  if constexpr (Dtype == APU_F16) return _mm512_cvtph_ps(halves);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
+// y (T, W) = x (T, k) times W rows.
+template <uint32_t Dtype, int W, int T>
+APU_INLINE void dots(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k, float *y,
+                     size_t y_stride) {
+  __m512 acc[T][W];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) acc[t][i] = _mm512_setzero_ps();
+  uint32_t j = 0;
+  __m512 weights[W];
+#pragma GCC unroll 1
+  for (; j + 16 <= k; j += 16) {
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) weights[i] = load16<Dtype>(w + i * w_stride, j);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+      const __m512 v = _mm512_loadu_ps(x + t * x_stride + j);
+#pragma GCC unroll 8
+      for (int i = 0; i < W; i++) acc[t][i] = _mm512_fmadd_ps(weights[i], v, acc[t][i]);
+    }
+  }
+  if (j < k) {
+    const auto mask = static_cast<__mmask16>(low_mask(static_cast<int>(k - j)));
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) weights[i] = load16<Dtype>(w + i * w_stride, j, mask);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+      const __m512 v = _mm512_maskz_loadu_ps(mask, x + t * x_stride + j);
+#pragma GCC unroll 8
+      for (int i = 0; i < W; i++) acc[t][i] = _mm512_mask3_fmadd_ps(weights[i], v, acc[t][i], mask);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) y[t * y_stride + i] = sum16(acc[t][i]);
+}
+
+template <uint32_t Dtype, int T>
+__attribute__((noinline)) void few_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x, size_t x_stride,
+                                        uint32_t k, float *y, size_t y_stride) {
+  for (uint32_t i = 0; i < n; i++) dots<Dtype, 1, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+}
+
+template <int T>
+__attribute__((noinline)) void block_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x,
+                                          size_t x_stride, uint32_t k, float *y, size_t y_stride) {
+  uint32_t i = 0;
+  for (; i + 4 <= n; i += 4) dots<APU_F32, 4, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+  for (; i < n; i++) dots<APU_F32, 1, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+}
+
+// All activations times n rows of float32, which stay in L2.
+void tile_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x, size_t x_stride, uint32_t rows,
+               uint32_t k, float *y, size_t y_stride) {
+  for (uint32_t t = 0; t < rows; t += kActRows, x += kActRows * x_stride, y += kActRows * y_stride) {
+    switch (rows - t) {
+    case 1: block_rows<1>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    case 2: block_rows<2>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    case 3: block_rows<3>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    case 4: block_rows<4>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    case 5: block_rows<5>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    default: block_rows<6>(w, w_stride, n, x, x_stride, k, y, y_stride); break;
+    }
+  }
+}
+
+template <uint32_t Dtype>
+void few_rows_type(const uint8_t *w, size_t w_stride, uint32_t n, const float *x, size_t x_stride, uint32_t rows,
+                   uint32_t k, float *y, size_t y_stride) {
+  switch (rows) {
+  case 1: return few_rows<Dtype, 1>(w, w_stride, n, x, x_stride, k, y, y_stride);
+  case 2: return few_rows<Dtype, 2>(w, w_stride, n, x, x_stride, k, y, y_stride);
+  case 3: return few_rows<Dtype, 3>(w, w_stride, n, x, x_stride, k, y, y_stride);
+  default: return few_rows<Dtype, 4>(w, w_stride, n, x, x_stride, k, y, y_stride);
+  }
+}
+
+template <uint32_t Dtype> void convert_row(const uint8_t *in, uint32_t k, float *out) {
+  uint32_t i = 0;
+  for (; i + 16 <= k; i += 16) _mm512_storeu_ps(out + i, load16<Dtype>(in, i));
+  if (i < k) {
+    const auto mask = static_cast<__mmask16>(low_mask(static_cast<int>(k - i)));
+    _mm512_mask_storeu_ps(out + i, mask, load16<Dtype>(in, i, mask));
+  }
+}
+
+} // namespace
+
+void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
+  switch (dtype) {
+  case APU_F32: return convert_row<APU_F32>(in, k, out);
+  case APU_F16: return convert_row<APU_F16>(in, k, out);
+  case APU_BF16: return convert_row<APU_BF16>(in, k, out);
+  case APU_Q4_0: return quant::dequantize_row<quant::Q4_0>(in, k, out);
+  case APU_Q4_1: return quant::dequantize_row<quant::Q4_1>(in, k, out);
+  case APU_Q5_0: return quant::dequantize_row<quant::Q5_0>(in, k, out);
+  case APU_Q5_1: return quant::dequantize_row<quant::Q5_1>(in, k, out);
+  case APU_Q8_0: return quant::dequantize_row<quant::Q8_0>(in, k, out);
+  case APU_Q2_K: return quant::dequantize_row<quant::Q2_K>(in, k, out);
+  case APU_Q3_K: return quant::dequantize_row<quant::Q3_K>(in, k, out);
+  case APU_Q4_K: return quant::dequantize_row<quant::Q4_K>(in, k, out);
+  case APU_Q5_K: return quant::dequantize_row<quant::Q5_K>(in, k, out);
+  case APU_Q6_K: return quant::dequantize_row<quant::Q6_K>(in, k, out);
+  default: return;
+  }
+}
+
+size_t float_work_bytes(uint32_t k) {
+  return (size_t{k} + 15) / 16 * 64 * kTileRows + 64;
+}
+
+void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
+                  float *y, size_t y_stride, void *work) {
+  const uint8_t *data = w.data + begin * w.row_stride;
+  if (rows <= kFewRows) {
+    switch (w.dtype) {
+    case APU_F32: return few_rows_type<APU_F32>(data, w.row_stride, end - begin, x, x_stride, rows, w.k, y, y_stride);
+    case APU_F16: return few_rows_type<APU_F16>(data, w.row_stride, end - begin, x, x_stride, rows, w.k, y, y_stride);
+    case APU_BF16: return few_rows_type<APU_BF16>(data, w.row_stride, end - begin, x, x_stride, rows, w.k, y, y_stride);
+    default: break;
+    }
+  }
+  auto *tile = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
+  const size_t tile_stride = (size_t{w.k} + 15) / 16 * 16;
+  for (uint32_t n = begin; n < end; n += kTileRows, data += kTileRows * w.row_stride, y += kTileRows) {
+    const uint32_t count = end - n < kTileRows ? end - n : kTileRows;
+    if (w.dtype == APU_F32) {
+      tile_rows(data, w.row_stride, count, x, x_stride, rows, w.k, y, y_stride);
+      continue;
+    }
+    for (uint32_t i = 0; i < count; i++) dequantize_row(w.dtype, data + i * w.row_stride, w.k, tile + i * tile_stride);
+    tile_rows(reinterpret_cast<const uint8_t *>(tile), 4 * tile_stride, count, x, x_stride, rows, w.k, y, y_stride);
+  }
+}
+
+} // namespace apu::cpu::avx512
+
+#endif
