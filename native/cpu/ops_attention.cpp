@@ -1,0 +1,294 @@
+// ATTENTION over paged keys and values: several sequences, ragged rows, causal by position, optional window.
+//
+// The result of a row and head is defined by absolute positions alone, so that it has the same bits alone, in a prefill,
+// beside other sequences and on any number of workers: the context is cut into spans of 256 positions; in a span, pages
+// of 128 are folded in order by online softmax in float32; then the spans' (maximum, sum, accumulator) are folded in
+// order. When a step has many rows a worker folds all spans of a block of rows and one kv head as it goes; when it has
+// few, spans are spread over the workers and folded afterwards, by the same arithmetic.
+#include "cpu/ops.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace apu::cpu {
+namespace {
+
+constexpr uint32_t kSpan = 256;          // positions; a multiple of the page
+constexpr uint32_t kBlockVectors = 32;   // query vectors (rows x heads of one kv head) that share loads of K and V
+constexpr uint32_t kMaxSpreadBlocks = 64;
+constexpr size_t kPartialFloor = 16u << 20;
+
+struct Softmax { // state of one query vector: maximum, sum of exponentials; its accumulator lies elsewhere
+  float max;
+  float sum;
+};
+
+constexpr Softmax kEmpty{-std::numeric_limits<float>::infinity(), 0};
+
+class Attention final : public Op {
+public:
+  Attention(Builder &b, const apu_op &op)
+      : k_state_(b.info().states[size_t(op.state[0])]), v_state_(b.info().states[size_t(op.state[1])]),
+        q_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]),
+        cap_(op.f[1]), d_(k_state_.d.head_size), dv_(v_state_.d.head_size), kv_heads_(k_state_.d.heads),
+        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), group_(heads_ / kv_heads_),
+        window_(k_state_.d.window), f16_k_(k_state_.d.dtype == APU_F16), f16_v_(v_state_.d.dtype == APU_F16) {
+    block_rows_ = std::clamp(kBlockVectors / group_, 1u, 16u);
+    vectors_ = block_rows_ * group_;
+    uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
+    if (window_) spans = std::min<uint64_t>(spans, window_ / kSpan + 2);
+    Workspace &ws = b.workspace;
+    // At least one row of the longest context.
+    ws.partial_bytes = std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
+    ws.worker_bytes = std::max(ws.worker_bytes, aligned(kPageTokens * sizeof(float)) +
+                                                    2 * aligned(vectors_ * sizeof(Softmax)) +
+                                                    2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
+  }
+
+  void run(Worker &worker, Run &run) override {
+    const StepCopy &step = run.step;
+    uint32_t blocks = 0, longest = 0;
+    for (const apu_sequence &s : step.sequences) {
+      blocks += (s.row_count + block_rows_ - 1) / block_rows_;
+      longest = std::max(longest, span_count(step, {0, s.row_begin + s.row_count - 1, 1}));
+    }
+    Bump scratch = run.scratch(worker);
+    Call c{run, scratch.take<float>(kPageTokens), scratch.take<Softmax>(vectors_), scratch.take<Softmax>(vectors_),
+           scratch.take<float>(size_t(vectors_) * dv_), scratch.take<float>(size_t(vectors_) * dv_)};
+    // Decided from the step and the pool's size, which all workers see alike; the results do not depend on it.
+    if (longest > 1 && blocks <= kMaxSpreadBlocks && blocks * kv_heads_ < 4 * worker.count && run_spread(worker, c))
+      return;
+    Split split(worker, blocks * kv_heads_, 1);
+    for (uint32_t begin, end; split.next(begin, end);) {
+      for (uint32_t u = begin; u < end; ++u) {
+        if (run.stopping()) return;
+        uint32_t head = u / blocks; // consecutive units share a head's pages
+        Block block = find_block(step, u % blocks);
+        auto [first, last] = spans(step, block);
+        for (uint32_t s = first; s <= last; ++s) {
+          attend(c, block, head, s, c.part, c.part_acc);
+          fold(c.total, c.total_acc, c.part, c.part_acc, block.count * group_, s == first);
+        }
+        write(block, head, c.total, c.total_acc);
+      }
+    }
+  }
+
+  uint64_t work(const StepCopy &step) const override {
+    uint64_t positions = 0;
+    for (const apu_sequence &s : step.sequences) {
+      uint64_t last = step.rows[s.row_begin + s.row_count - 1].position + 1;
+      positions += s.row_count * (window_ ? std::min<uint64_t>(last, window_) : last);
+    }
+    return positions * heads_ * (d_ + dv_);
+  }
+
+private:
+  struct Block { // rows [row, row + count) of one sequence
+    uint32_t sequence;
+    uint32_t row;
+    uint32_t count;
+  };
+
+  struct Call { // one worker's buffers
+    Run &run;
+    float *scores;      // (128)
+    Softmax *part;      // (vectors)
+    Softmax *total;     // (vectors)
+    float *part_acc;    // (vectors, dv)
+    float *total_acc;   // (vectors, dv)
+  };
+
+  size_t partial_floats() const { return size_t(vectors_) * (dv_ + 2); }
+
+  Block find_block(const StepCopy &step, uint32_t index) const {
+    for (uint32_t s = 0;; ++s) {
+      const apu_sequence &q = step.sequences[s];
+      uint32_t blocks = (q.row_count + block_rows_ - 1) / block_rows_;
+      if (index < blocks) {
+        uint32_t row = index * block_rows_;
+        return {s, q.row_begin + row, std::min(block_rows_, q.row_count - row)};
+      }
+      index -= blocks;
+    }
+  }
+
+  uint32_t lowest(uint32_t position) const { return window_ && position >= window_ ? position - window_ + 1 : 0; }
+
+  // First and last span that any row of the block sees.
+  std::pair<uint32_t, uint32_t> spans(const StepCopy &step, const Block &b) const {
+    return {lowest(step.rows[b.row].position) / kSpan, step.rows[b.row + b.count - 1].position / kSpan};
+  }
+
+  uint32_t span_count(const StepCopy &step, const Block &b) const {
+    auto [first, last] = spans(step, b);
+    return last - first + 1;
+  }
+
+  // Softmax state and accumulator of every vector of the block over one span; empty where a row sees none of it.
+  void attend(const Call &c, const Block &b, uint32_t head, uint32_t span, Softmax *state, float *acc) const {
+    const KernelTable &kernels = *c.run.kernels;
+    const uint32_t *table = c.run.step.page_table(b.sequence, k_state_.d.group);
+    std::fill_n(state, b.count * group_, kEmpty);
+    std::memset(acc, 0, size_t(b.count) * group_ * dv_ * sizeof(float));
+    uint32_t low = lowest(c.run.step.rows[b.row].position);
+    uint32_t high = c.run.step.rows[b.row + b.count - 1].position;
+    for (uint32_t base = span * kSpan; base < (span + 1) * kSpan && base <= high; base += kPageTokens) {
+      if (base + kPageTokens <= low) continue;
+      uint64_t page = table[base / kPageTokens];
+      const uint8_t *k = plane(k_state_, page, head), *v = plane(v_state_, page, head);
+      for (uint32_t r = 0; r < b.count; ++r) {
+        uint32_t position = c.run.step.rows[b.row + r].position, from = lowest(position);
+        uint32_t begin = from > base ? from - base : 0;
+        uint32_t end = position < base ? 0 : std::min(position - base + 1, kPageTokens);
+        if (begin >= end) continue;
+        for (uint32_t g = 0; g < group_; ++g) {
+          uint32_t i = r * group_ + g;
+          const float *q = q_ + (size_t(b.row + r) * heads_ + head * group_ + g) * d_;
+          score(kernels, q, k, begin, end, c.scores);
+          accumulate(kernels, v, begin, end, c.scores, state[i], acc + size_t(i) * dv_);
+        }
+      }
+    }
+  }
+
+  static const uint8_t *plane(const State &s, uint64_t page, uint32_t head) {
+    return reinterpret_cast<const uint8_t *>(s.d.address + page * s.d.page_bytes +
+                                             uint64_t(head) * kPageTokens * s.d.head_size * s.element_bytes);
+  }
+
+  void score(const KernelTable &kernels, const float *q, const uint8_t *k, uint32_t begin, uint32_t end,
+             float *scores) const {
+    if (f16_k_) {
+      const uint16_t *rows = reinterpret_cast<const uint16_t *>(k);
+      for (uint32_t j = begin; j < end; ++j) scores[j] = scale_ * kernels.dot_f16(q, rows + size_t(j) * d_, d_);
+    } else {
+      const float *rows = reinterpret_cast<const float *>(k);
+      for (uint32_t j = begin; j < end; ++j) scores[j] = scale_ * kernels.dot(q, rows + size_t(j) * d_, d_);
+    }
+    if (cap_ != 0)
+      for (uint32_t j = begin; j < end; ++j) scores[j] = cap_ * std::tanh(scores[j] / cap_);
+  }
+
+  void accumulate(const KernelTable &kernels, const uint8_t *v, uint32_t begin, uint32_t end, float *scores,
+                  Softmax &state, float *acc) const {
+    uint32_t n = end - begin;
+    float max = std::max(state.max, kernels.max(scores + begin, n));
+    float shrink = std::exp(state.max - max);
+    state.sum = state.sum * shrink + kernels.exp_sum(scores + begin, max, n);
+    state.max = max;
+    if (shrink != 1) kernels.scale(shrink, acc, dv_);
+    if (f16_v_) {
+      const uint16_t *rows = reinterpret_cast<const uint16_t *>(v);
+      for (uint32_t j = begin; j < end; ++j) kernels.axpy_f16(scores[j], rows + size_t(j) * dv_, acc, dv_);
+    } else {
+      const float *rows = reinterpret_cast<const float *>(v);
+      for (uint32_t j = begin; j < end; ++j) kernels.axpy(scores[j], rows + size_t(j) * dv_, acc, dv_);
+    }
+  }
+
+  // total = total followed by part.
+  void fold(Softmax *total, float *total_acc, const Softmax *part, const float *part_acc, uint32_t vectors,
+            bool first) const {
+    if (first) {
+      std::memcpy(total, part, vectors * sizeof(Softmax));
+      std::memcpy(total_acc, part_acc, size_t(vectors) * dv_ * sizeof(float));
+      return;
+    }
+    for (uint32_t i = 0; i < vectors; ++i) {
+      const float *from = part_acc + size_t(i) * dv_;
+      float *to = total_acc + size_t(i) * dv_;
+      if (part[i].sum == 0) continue; // the row sees nothing of this span
+      if (total[i].sum == 0) {        // nor of those before
+        total[i] = part[i];
+        std::memcpy(to, from, dv_ * sizeof(float));
+        continue;
+      }
+      float max = std::max(total[i].max, part[i].max);
+      float a = std::exp(total[i].max - max), b = std::exp(part[i].max - max);
+      total[i] = {max, total[i].sum * a + part[i].sum * b};
+      for (uint32_t j = 0; j < dv_; ++j) to[j] = to[j] * a + from[j] * b;
+    }
+  }
+
+  void write(const Block &b, uint32_t head, const Softmax *state, const float *acc) const {
+    for (uint32_t i = 0; i < b.count * group_; ++i) {
+      uint32_t h = head * group_ + i % group_;
+      float shrink = 1, sum = state[i].sum;
+      if (sinks_) { // a score without a value
+        float max = std::max(state[i].max, sinks_[h]);
+        shrink = std::exp(state[i].max - max);
+        sum = sum * shrink + std::exp(sinks_[h] - max);
+      }
+      float factor = shrink / sum;
+      float *out = out_ + (size_t(b.row + i / group_) * heads_ + h) * dv_;
+      for (uint32_t j = 0; j < dv_; ++j) out[j] = acc[size_t(i) * dv_ + j] * factor;
+    }
+  }
+
+  // Spans over the workers; false when the partial results have no room.
+  bool run_spread(Worker &worker, const Call &c) const {
+    const StepCopy &step = c.run.step;
+    Block blocks[kMaxSpreadBlocks];
+    uint32_t first[kMaxSpreadBlocks + 1] = {}, count = 0; // index of each block's first span
+    for (uint32_t s = 0; s < step.sequences.size(); ++s) {
+      const apu_sequence &q = step.sequences[s];
+      for (uint32_t r = 0; r < q.row_count; r += block_rows_, ++count) {
+        blocks[count] = {s, q.row_begin + r, std::min(block_rows_, q.row_count - r)};
+        first[count + 1] = first[count] + span_count(step, blocks[count]);
+      }
+    }
+    uint32_t total = first[count];
+    if (size_t(total) * kv_heads_ * partial_floats() * sizeof(float) > c.run.workspace->partial_bytes) return false;
+    auto partial = [&](uint32_t index, uint32_t head) {
+      return c.run.workspace->partial + (size_t(index) * kv_heads_ + head) * partial_floats();
+    };
+    {
+      Split split(worker, total * kv_heads_, 1);
+      for (uint32_t begin, end; split.next(begin, end);) {
+        for (uint32_t u = begin; u < end; ++u) {
+          if (c.run.stopping()) break;
+          uint32_t index = u % total, head = u / total, b = 0;
+          while (index >= first[b + 1]) ++b;
+          float *to = partial(index, head);
+          uint32_t span = spans(step, blocks[b]).first + index - first[b];
+          attend(c, blocks[b], head, span, reinterpret_cast<Softmax *>(to), to + 2 * vectors_);
+        }
+      }
+    }
+    worker.barrier();
+    Split split(worker, count * kv_heads_, 1);
+    for (uint32_t begin, end; split.next(begin, end);) {
+      for (uint32_t u = begin; u < end; ++u) {
+        if (c.run.stopping()) break;
+        uint32_t b = u / kv_heads_, head = u % kv_heads_;
+        float *total_state = partial(first[b], head); // folds in place into the first
+        for (uint32_t s = first[b] + 1; s < first[b + 1]; ++s) {
+          float *part = partial(s, head);
+          fold(reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_,
+               reinterpret_cast<Softmax *>(part), part + 2 * vectors_, blocks[b].count * group_, false);
+        }
+        write(blocks[b], head, reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_);
+      }
+    }
+    return true;
+  }
+
+  const State &k_state_, &v_state_; // pages (K, 128, d)
+  const float *q_;                  // (T, H, d)
+  float *out_;                      // (T, H, dv)
+  const float *sinks_;              // (H) or null
+  float scale_, cap_;
+  uint32_t d_, dv_, kv_heads_, heads_, group_, window_;
+  bool f16_k_, f16_v_;
+  uint32_t block_rows_, vectors_;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op) {
+  return std::make_unique<Attention>(builder, op);
+}
+
+} // namespace apu::cpu

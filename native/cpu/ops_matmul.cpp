@@ -1,0 +1,217 @@
+// MATMUL: up to four matrices over one input, with everything that would otherwise be another pass over memory.
+//
+// The input is normed and quantised once: by every worker for itself when there are one or two rows (cheaper than a
+// barrier), else split by rows. Then the matrices' rows, all matrices together, are split into units of 8 (few rows) or
+// 32 (many), so that each worker streams one contiguous part of the weights. A gated pair computes gate and up of the
+// same rows into the worker's tile and writes only act(gate) * up.
+#include "cpu/ops.h"
+
+#include "common.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace apu::cpu {
+namespace {
+
+constexpr uint32_t kMany = 8;           // rows from which units are wide
+constexpr uint32_t kNarrowUnit = 8;     // matrix rows
+constexpr uint32_t kWideUnit = 32;
+constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at once: a microsecond of reading
+constexpr uint32_t kMaxChunkRows = 256;
+constexpr uint32_t kMaxTile = 512;      // input rows computed in one call
+constexpr size_t kTileFloats = size_t(kMaxTile) * kWideUnit;
+static_assert(kTileFloats >= size_t(kMany) * kMaxChunkRows);
+
+struct Side {
+  const Tensor *w = nullptr; // (N, K)
+  const float *bias = nullptr; // (N) or null
+  float *out = nullptr;      // (T, N)
+  uint32_t n = 0;
+  bool quantized = false;
+};
+
+class Matmul final : public Op {
+public:
+  Matmul(Builder &b, const apu_op &op)
+      : in_tensor_(*b.info().tensor(op.in[0])), in_(b.scratch(op.in[0])), residual_(b.scratch(op.in[1])),
+        norm_(b.vector(op.w[0])), eps_(op.f[0]), cap_(op.f[1]), k_(uint32_t(in_tensor_.inner)), layout_(k_) {
+    switch (op.i[0]) {
+    case APU_ACT_SILU: activation_ = b.kernels().silu_mul; break;
+    case APU_ACT_GELU_TANH: activation_ = b.kernels().gelu_tanh_mul; break;
+    case APU_ACT_GELU_ERF: activation_ = b.kernels().gelu_erf_mul; break;
+    default: break;
+    }
+    for (; count_ < 4 && op.w[1 + count_] != APU_NONE; ++count_) {
+      Side &s = sides_[count_];
+      s.w = b.info().tensor(op.w[1 + count_]);
+      s.bias = b.vector(op.w[5 + count_]);
+      s.out = b.scratch(op.out[count_]);
+      s.n = uint32_t(s.w->rows);
+      s.quantized = is_quantized(s.w->d.dtype) && op.i[1] != APU_PRECISION_EXACT;
+      (s.quantized ? any_quantized_ : any_float_) = true;
+    }
+    work_bytes_ = b.kernels().work_bytes(k_);
+    // A tile's call must stay far below the time in which a cancellation is to be noticed.
+    uint64_t macs = &b.kernels() == portable_table() ? 1u << 23 : 1u << 28;
+    tile_ = uint32_t(std::clamp<uint64_t>(macs / kWideUnit / k_ / 32 * 32, 32, kMaxTile));
+    uint64_t rows = std::max<uint64_t>(in_tensor_.rows, 1);
+    Workspace &ws = b.workspace;
+    ws.act_bytes = std::max(ws.act_bytes, any_quantized_ ? layout_.bytes(rows) : 0);
+    ws.normed_bytes = std::max(ws.normed_bytes, any_float_ && norm_ ? rows * k_ * sizeof(float) : 0);
+    ws.worker_bytes = std::max(ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) +
+                                                    layout_.bytes(kRedundantRows) +
+                                                    2 * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
+  }
+
+  void run(Worker &worker, Run &run) override {
+    uint32_t rows = run.rows(in_tensor_);
+    if (rows == 0) return;
+    Bump scratch = run.scratch(worker);
+    Call c{run, scratch.take<float>(kTileFloats), scratch.take<float>(kTileFloats), scratch.bytes(work_bytes_),
+           in_, {}, rows};
+    prepare(worker, run, scratch, c);
+    uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit;
+    uint32_t first[5] = {}; // unit at which each matrix begins
+    uint32_t blocks = activation_ ? 1 : count_;
+    for (uint32_t m = 0; m < blocks; ++m) first[m + 1] = first[m] + (sides_[m].n + unit - 1) / unit;
+    uint32_t chunk = 1;
+    if (unit == kNarrowUnit) {
+      uint64_t row_bytes = sides_[0].w->row_bytes * (activation_ ? 2 : 1);
+      chunk = uint32_t(std::clamp<uint64_t>(kChunkBytes / row_bytes, unit, kMaxChunkRows)) / unit;
+    }
+    Split split(worker, first[blocks], chunk);
+    for (uint32_t begin, end; split.next(begin, end);) {
+      if (run.stopping()) break;
+      for (uint32_t m = 0; begin < end; ++m) {
+        if (begin >= first[m + 1]) continue;
+        uint32_t stop = std::min(end, first[m + 1]);
+        compute(c, m, (begin - first[m]) * unit, std::min((stop - first[m]) * unit, sides_[m].n));
+        begin = stop;
+      }
+    }
+  }
+
+  uint64_t work(const StepCopy &step) const override {
+    uint64_t rows = in_tensor_.d.rows == APU_ROWS_OUTPUT ? step.outputs.size() : step.rows.size(), n = 0;
+    for (uint32_t m = 0; m < count_; ++m) n += sides_[m].n;
+    return rows * n * k_;
+  }
+
+private:
+  struct Call { // one worker's view of a run
+    Run &run;
+    float *tile;  // (rows, units' rows)
+    float *tile2;
+    void *work;
+    const float *x; // (T, K)
+    ActBlocks a;
+    uint32_t rows;
+  };
+
+  void prepare(Worker &worker, Run &run, Bump &scratch, Call &c) {
+    const KernelTable &kernels = *run.kernels;
+    if (c.rows <= kRedundantRows) {
+      if (norm_) {
+        float *x = scratch.take<float>(size_t(c.rows) * k_);
+        for (size_t t = 0; t < c.rows; ++t) kernels.rms_norm(in_ + t * k_, norm_, nullptr, eps_, x + t * k_, k_);
+        c.x = x;
+      }
+      if (any_quantized_) {
+        c.a = layout_.at(scratch.bytes(layout_.bytes(c.rows)), c.rows);
+        kernels.quantize(c.x, k_, c.rows, k_, c.a);
+      }
+      return;
+    }
+    if (!norm_ && !any_quantized_) return;
+    float *row = scratch.take<float>(k_);
+    float *normed = any_float_ && norm_ ? run.workspace->normed : nullptr; // (T, K)
+    if (any_quantized_) c.a = layout_.at(run.workspace->act, c.rows);
+    Split split(worker, c.rows, 1 + 2048 / k_);
+    for (uint32_t begin, end; split.next(begin, end);) {
+      if (run.stopping()) break;
+      for (size_t t = begin; t < end; ++t) {
+        const float *x = in_ + t * k_;
+        if (norm_) {
+          float *to = normed ? normed + t * k_ : row;
+          kernels.rms_norm(x, norm_, nullptr, eps_, to, k_);
+          x = to;
+        }
+        if (any_quantized_) kernels.quantize(x, k_, 1, k_, ActLayout::from(c.a, t));
+      }
+    }
+    worker.barrier();
+    if (normed) c.x = normed;
+  }
+
+  // y[t * stride + n - begin] for input rows [t0, t0 + tn) and matrix rows [begin, end).
+  void product(const Call &c, const Side &s, uint32_t t0, uint32_t tn, uint32_t begin, uint32_t end, float *y,
+               size_t stride) const {
+    for (const apu_segment &g : s.w->segments) {
+      uint64_t b = std::max<uint64_t>(begin, g.row_begin), e = std::min<uint64_t>(end, g.row_begin + g.row_count);
+      if (b >= e) continue;
+      Matrix matrix{reinterpret_cast<const uint8_t *>(g.address), g.row_stride, s.w->d.dtype, k_};
+      float *to = y + (b - begin);
+      uint32_t first = uint32_t(b - g.row_begin), last = uint32_t(e - g.row_begin);
+      if (s.quantized)
+        c.run.kernels->matmul(matrix, ActLayout::from(c.a, t0), tn, first, last, to, stride, c.work);
+      else
+        c.run.kernels->matmul_float(matrix, c.x + size_t(t0) * k_, k_, tn, first, last, to, stride, c.work);
+    }
+    if (!s.bias) return;
+    for (uint32_t t = 0; t < tn; ++t)
+      for (uint32_t n = begin; n < end; ++n) y[t * stride + n - begin] += s.bias[n];
+  }
+
+  void compute(const Call &c, uint32_t m, uint32_t begin, uint32_t end) const {
+    const Side &s = sides_[m];
+    uint32_t width = end - begin;
+    for (uint32_t t0 = 0; t0 < c.rows; t0 += tile_) {
+      if (t0 && c.run.stopping()) return;
+      uint32_t tn = std::min(tile_, c.rows - t0);
+      float *out = s.out + size_t(t0) * s.n + begin;
+      bool finish = m == 0 && (activation_ || cap_ != 0 || residual_);
+      if (!finish) {
+        product(c, s, t0, tn, begin, end, out, s.n);
+        continue;
+      }
+      product(c, s, t0, tn, begin, end, c.tile, width);
+      if (activation_) product(c, sides_[1], t0, tn, begin, end, c.tile2, width);
+      for (size_t t = 0; t < tn; ++t) {
+        float *y = c.tile + t * width, *to = out + t * s.n;
+        if (activation_) activation_(y, c.tile2 + t * width, y, width);
+        if (cap_ != 0)
+          for (uint32_t n = 0; n < width; ++n) y[n] = cap_ * std::tanh(y[n] / cap_);
+        if (residual_) {
+          const float *r = residual_ + (t0 + t) * s.n + begin; // may be out itself
+          for (uint32_t n = 0; n < width; ++n) to[n] = r[n] + y[n];
+        } else {
+          std::memcpy(to, y, width * sizeof(float));
+        }
+      }
+    }
+  }
+
+  const Tensor &in_tensor_;
+  const float *in_;       // (T, K)
+  const float *residual_; // (T, N) or null
+  const float *norm_;     // (K) or null
+  float eps_;
+  float cap_;
+  uint32_t k_;
+  ActLayout layout_;
+  Side sides_[4];
+  uint32_t count_ = 0;
+  bool any_quantized_ = false, any_float_ = false;
+  void (*activation_)(const float *, const float *, float *, uint32_t) = nullptr;
+  size_t work_bytes_ = 0;
+  uint32_t tile_ = kMaxTile;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_matmul(Builder &builder, const apu_op &op) {
+  return std::make_unique<Matmul>(builder, op);
+}
+
+} // namespace apu::cpu

@@ -1,0 +1,149 @@
+// ROPE_STORE: per-head norm and rotary embedding of q and k, and k and v into their pages, in one pass over the rows.
+//
+// Angles are position * frequency in double, their cos and sin rounded once; they are computed once per step for all
+// layers that rotate alike. YaRN (arXiv 2309.00071) interpolates the frequencies of the dimensions that turn rarely over
+// the original context and keeps those that turn often.
+#include "cpu/ops.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace apu::cpu {
+
+RopeTable make_rope_table(const apu_op &op, const float *factors) {
+  RopeTable table;
+  double dims = op.i[0], base = op.f[1], scale = op.f[2], mix = op.f[3];
+  auto turns_at = [&](double turns) { // the dimension that turns so often over the original context
+    return dims * std::log(op.i[2] / (turns * 2 * M_PI)) / (2 * std::log(base));
+  };
+  double low = 0, high = 0;
+  if (mix > 0) {
+    low = std::max(0.0, std::floor(turns_at(op.f[5])));
+    high = std::min(dims - 1, std::ceil(turns_at(op.f[6])));
+    if (high - low < 0.001) high = low + 0.001;
+  }
+  for (int i = 0; i < op.i[0] / 2; ++i) {
+    double own = std::pow(base, -2.0 * i / dims) / (factors ? double(factors[i]) : 1.0), f = own * scale;
+    if (mix > 0) {
+      double kept = (1 - std::clamp((i - low) / (high - low), 0.0, 1.0)) * mix; // share of the unscaled frequency
+      f = f * (1 - kept) + own * kept;
+    }
+    table.frequency.push_back(f);
+  }
+  table.magnitude = op.f[4];
+  return table;
+}
+
+void fill_ropes(Worker &worker, Run &run, std::span<const uint32_t> tables) {
+  uint32_t rows = uint32_t(run.step.rows.size());
+  Split split(worker, rows * uint32_t(tables.size()), 8);
+  for (uint32_t begin, end; split.next(begin, end);) {
+    for (uint32_t u = begin; u < end; ++u) {
+      const RopeTable &table = run.workspace->ropes[tables[u / rows]];
+      size_t pairs = table.frequency.size(), t = u % rows;
+      double position = run.step.rows[t].position;
+      for (size_t i = 0; i < pairs; ++i) {
+        double angle = position * table.frequency[i];
+        table.cos[t * pairs + i] = float(std::cos(angle) * table.magnitude);
+        table.sin[t * pairs + i] = float(std::sin(angle) * table.magnitude);
+      }
+    }
+  }
+}
+
+namespace {
+
+void rotate_halves(float *x, const float *cos, const float *sin, size_t pairs) {
+  for (size_t i = 0; i < pairs; ++i) {
+    float a = x[i], b = x[i + pairs];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + pairs] = b * cos[i] + a * sin[i];
+  }
+}
+
+void rotate_pairs(float *x, const float *cos, const float *sin, size_t pairs) {
+  for (size_t i = 0; i < pairs; ++i) {
+    float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cos[i] - b * sin[i];
+    x[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+}
+
+class RopeStore final : public Op {
+public:
+  RopeStore(Builder &b, const apu_op &op)
+      : k_state_(b.info().states[size_t(op.state[0])]), v_state_(b.info().states[size_t(op.state[1])]),
+        q_(b.scratch(op.in[0])), k_(b.scratch(op.in[1])), v_(b.scratch(op.in[2])), q_norm_(b.vector(op.w[0])),
+        k_norm_(b.vector(op.w[1])), eps_(op.f[0]), halves_(op.i[1] == APU_ROPE_HALVES),
+        pairs_(uint32_t(op.i[0]) / 2), d_(k_state_.d.head_size), dv_(v_state_.d.head_size),
+        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), kv_heads_(k_state_.d.heads) {
+    if (pairs_) table_ = b.rope(op);
+    b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, aligned(d_ * sizeof(float)));
+  }
+
+  void run(Worker &worker, Run &run) override {
+    float *head = run.scratch(worker).take<float>(d_);
+    uint32_t per_row = heads_ + kv_heads_; // a unit is a head of q, or of k with its v
+    Split split(worker, uint32_t(run.step.rows.size()) * per_row, std::max(1u, 1024 / d_));
+    for (uint32_t begin, end; split.next(begin, end);) {
+      if (run.stopping()) break;
+      for (uint32_t u = begin; u < end; ++u) {
+        size_t t = u / per_row;
+        uint32_t h = u % per_row;
+        if (h < heads_) {
+          float *q = q_ + (t * heads_ + h) * d_;
+          finish(run, t, q, q_norm_, q);
+        } else {
+          h -= heads_;
+          finish(run, t, k_ + (t * kv_heads_ + h) * d_, k_norm_, head);
+          store(run, k_state_, t, h, head, d_);
+          store(run, v_state_, t, h, v_ + (t * kv_heads_ + h) * dv_, dv_);
+        }
+      }
+    }
+  }
+
+  uint64_t work(const StepCopy &step) const override { return step.rows.size() * (heads_ + 2 * kv_heads_) * d_ * 2; }
+
+private:
+  void finish(const Run &run, size_t t, const float *x, const float *norm, float *out) const {
+    if (norm)
+      run.kernels->rms_norm(x, norm, nullptr, eps_, out, d_);
+    else if (x != out)
+      std::memcpy(out, x, d_ * sizeof(float));
+    if (!pairs_) return;
+    const RopeTable &table = run.workspace->ropes[table_];
+    (halves_ ? rotate_halves : rotate_pairs)(out, table.cos + t * pairs_, table.sin + t * pairs_, pairs_);
+  }
+
+  static void store(const Run &run, const State &state, size_t t, uint32_t head, const float *x, uint32_t n) {
+    const apu_row &row = run.step.rows[t];
+    uint64_t page = run.step.page_table(row.sequence, state.d.group)[row.position / kPageTokens];
+    uint64_t element = (uint64_t(head) * kPageTokens + row.position % kPageTokens) * n;
+    uint8_t *to = reinterpret_cast<uint8_t *>(state.d.address + page * state.d.page_bytes + element * state.element_bytes);
+    if (state.d.dtype == APU_F16)
+      run.kernels->f32_to_f16(x, reinterpret_cast<uint16_t *>(to), n);
+    else
+      std::memcpy(to, x, n * sizeof(float));
+  }
+
+  const State &k_state_, &v_state_; // pages (K, 128, d)
+  float *q_;                        // (T, H, d)
+  const float *k_;                  // (T, K, d)
+  const float *v_;                  // (T, K, dv)
+  const float *q_norm_, *k_norm_;   // (d) or null
+  float eps_;
+  bool halves_;
+  uint32_t pairs_;
+  uint32_t d_, dv_;
+  uint32_t heads_, kv_heads_;
+  uint32_t table_ = 0;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op) {
+  return std::make_unique<RopeStore>(builder, op);
+}
+
+} // namespace apu::cpu
