@@ -18,17 +18,11 @@ constexpr uint32_t kRows = 8;            // activations that share one pass over
 constexpr size_t kTileBytes = 128 << 10; // weights that many rows pass over, within L2
 constexpr size_t kPrefetchBytes = 2048;
 
-uint32_t padded_blocks(uint32_t k) {
-  return (k + 255) / 256 * kGroup;
-}
-
-// Half-block sums as int16 pairs, the form that the kernels use: (rows, blocks, 2).
-void pack_sums(const ActBlocks &a, uint32_t first, uint32_t rows, int16_t *out) {
-  const int32_t *in = a.sum16 + size_t{2} * first * a.blocks;
-  for (size_t i = 0; i < size_t{rows} * a.blocks * 2; i += 16) {
-    const __m256i packed = _mm256_packs_epi32(load32(in + i), load32(in + i + 8));
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i), _mm256_permute4x64_epi64(packed, 0xd8));
-  }
+// This level's layout of ActBlocks: in a group of 256 activations, block b's first half at 64 (b % 4) + 16 (b / 4) and
+// its second half 32 further; sums as int16, two a block, at the start of the row's part of sum16.
+ActGroup act_row(const ActBlocks &a, uint32_t t) {
+  const size_t b = size_t{t} * a.blocks;
+  return {a.q + 32 * b, a.d + b, a.s + b, reinterpret_cast<const int16_t *>(a.sum16 + 2 * b)};
 }
 
 template <class Format> APU_INLINE void prefetch(const uint8_t *p) {
@@ -54,9 +48,8 @@ template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const
   return sum8(acc);
 }
 
-// stride: 32-blocks between rows of activations.
 template <class Format>
-void dot_some(const uint8_t *row, uint32_t blocks, const ActGroup &first, size_t stride, uint32_t rows, float *y,
+void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, uint32_t first, uint32_t rows, float *y,
               size_t y_stride) {
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
@@ -68,8 +61,8 @@ void dot_some(const uint8_t *row, uint32_t blocks, const ActGroup &first, size_t
       group.load(row, blocks - b);
     row += Format::kGroupBytes;
     for (uint32_t t = 0; t < rows; ++t) {
-      const size_t i = t * stride + b;
-      acc[t] = group.add({first.q + 32 * i, first.d + i, first.s + i, first.sums + 2 * i}, acc[t]);
+      const ActGroup act = act_row(a, first + t);
+      acc[t] = group.add({act.q + 32 * b, act.d + b, act.s + b, act.sums + 2 * b}, acc[t]);
     }
   }
   for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
@@ -81,27 +74,22 @@ struct MatmulRows {
   uint32_t rows, begin, end;
   float *y;
   size_t y_stride;
-  void *work;
 
   template <class Format> void operator()() const {
     const uint32_t blocks = w.k / 32;
-    auto *sums = static_cast<int16_t *>(work);
     const size_t fit = kTileBytes / w.row_stride;
     const uint32_t tile = rows <= kRows || fit >= end - begin ? end - begin : static_cast<uint32_t>(fit ? fit : 1);
     for (uint32_t n0 = begin; n0 < end; n0 += tile) {
       const uint32_t n1 = end - n0 < tile ? end : n0 + tile;
-      for (uint32_t t0 = 0; t0 < rows; t0 += kRows) {
-        const uint32_t count = rows - t0 < kRows ? rows - t0 : kRows;
-        pack_sums(a, t0, count, sums);
-        const size_t first = size_t{t0} * a.blocks;
-        const ActGroup acts{a.q + 32 * first, a.d + first, a.s + first, sums};
+      for (uint32_t t = 0; t < rows; t += kRows) {
+        const uint32_t count = rows - t < kRows ? rows - t : kRows;
         for (uint32_t n = n0; n < n1; ++n) {
           const uint8_t *row = w.data + n * w.row_stride;
-          float *out = y + t0 * y_stride + (n - begin);
+          float *out = y + t * y_stride + (n - begin);
           if (count == 1)
-            *out = dot_one<Format>(row, blocks, acts);
+            *out = dot_one<Format>(row, blocks, act_row(a, t));
           else
-            dot_some<Format>(row, blocks, acts, a.blocks, count, out, y_stride);
+            dot_some<Format>(row, blocks, a, t, count, out, y_stride);
         }
       }
     }
@@ -109,7 +97,7 @@ struct MatmulRows {
 };
 
 // 32 activations, the arithmetic of quant::quantize_block in registers.
-void quantize_full_block(const float *x, int8_t *q, float *d, float *s, int32_t *sum16) {
+void quantize_block(const float *x, int8_t *q, float *d, float *s, int32_t *sum16) {
   __m256 v[4];
   __m256i bits[4];
 #pragma GCC unroll 4
@@ -145,27 +133,34 @@ void quantize_full_block(const float *x, int8_t *q, float *d, float *s, int32_t 
 } // namespace
 
 void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  for (uint32_t t = 0; t < rows; ++t)
+  for (uint32_t t = 0; t < rows; ++t) {
+    auto *sums = reinterpret_cast<int16_t *>(a.sum16 + size_t{2} * t * a.blocks);
     for (uint32_t b = 0; b < a.blocks; ++b) {
       const size_t i = size_t{t} * a.blocks + b;
       const uint32_t begin = 32 * b, count = begin >= k ? 0 : (k - begin < 32 ? k - begin : 32);
       const float *in = x + t * x_stride + (count ? begin : 0);
+      alignas(16) int8_t q[32];
+      int32_t sum16[2];
       if (count == 32)
-        quantize_full_block(in, a.q + 32 * i, a.d + i, a.s + i, a.sum16 + 2 * i);
+        quantize_block(in, q, a.d + i, a.s + i, sum16);
       else
-        quant::quantize_block(in, count, a.q + 32 * i, a.d + i, a.s + i, a.sum16 + 2 * i);
+        quant::quantize_block(in, count, q, a.d + i, a.s + i, sum16);
+      int8_t *pair = a.q + 32 * (i - b % kGroup) + 64 * (b % 4) + 16 * (b % kGroup / 4);
+      std::memcpy(pair, q, 16);
+      std::memcpy(pair + 32, q + 16, 16);
+      sums[2 * b] = static_cast<int16_t>(sum16[0]);
+      sums[2 * b + 1] = static_cast<int16_t>(sum16[1]);
     }
+  }
 }
 
-size_t work_bytes(uint32_t k) { // sums of kRows rows, or a dequantised row
-  const size_t sums = size_t{kRows} * padded_blocks(k) * 2 * sizeof(int16_t);
-  const size_t floats = size_t{k} * sizeof(float);
-  return sums > floats ? sums : floats;
-}
+size_t work_bytes(uint32_t k) {
+  return size_t{k} * sizeof(float);
+} // a dequantised row
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
-            void *work) {
-  with_format(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
+            void *) {
+  with_format(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride});
 }
 
 } // namespace apu::cpu::avx2
