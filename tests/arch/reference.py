@@ -97,9 +97,11 @@ def gemma3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = 
 
 
 def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """(T, V)"""
+    """(T, V). Gemma3's score softcap is handed to its attention here: the model class itself forgets to."""
+    softcap = getattr(model.config, "attn_logit_softcapping", None)
+    extra = {"softcap": softcap} if softcap else {}
     with torch.no_grad():
-        out: NDArray[np.float32] = model(torch.tensor([list(tokens)])).logits[0].float().numpy()
+        out: NDArray[np.float32] = model(torch.tensor([list(tokens)]), **extra).logits[0].float().numpy()
     return out
 
 
