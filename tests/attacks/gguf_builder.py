@@ -58,9 +58,7 @@ class Tensor:
     def info(self) -> bytes:
         n_dims = len(self.dims) if self.n_dims is None else self.n_dims
         dims = struct.pack(f"<{len(self.dims)}Q", *self.dims)
-        return (
-            string(self.name) + struct.pack("<I", n_dims) + dims + struct.pack("<IQ", self.dtype, self.offset)
-        )
+        return string(self.name) + struct.pack("<I", n_dims) + dims + struct.pack("<IQ", self.dtype, self.offset)
 
 
 ARCH = ("general.architecture", text("llama"))

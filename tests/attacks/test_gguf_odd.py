@@ -97,12 +97,7 @@ def test_arrays(tmp_path: Path) -> None:
     )
     numbers, words, deeper = model.metadata["nested"]
     assert numbers.tolist() == [1, 2] and words == ["x"] and len(deeper[0]) == 0
-    assert (
-        len(model.metadata["none"])
-        == len(model.metadata["no words"])
-        == len(model.metadata["no arrays"])
-        == 0
-    )
+    assert len(model.metadata["none"]) == len(model.metadata["no words"]) == len(model.metadata["no arrays"]) == 0
     assert model.metadata["no words"].tolist() == []
     assert model.metadata["flags"].tolist() == [True, False] and model.metadata["flags"].dtype == np.bool_
     assert model.metadata["wide"].tolist() == [-(1 << 62)]
@@ -150,9 +145,7 @@ def test_long_strings_cross_every_read(tmp_path: Path) -> None:
 
 
 def test_bad_utf8_in_a_vocabulary_is_named_when_it_is_used(tmp_path: Path) -> None:
-    model = load(
-        tmp_path, gguf([ARCH, ("tokens", array(STRING, [string("a"), string(b"\xe2\x82"), string("c")]))])
-    )
+    model = load(tmp_path, gguf([ARCH, ("tokens", array(STRING, [string("a"), string(b"\xe2\x82"), string("c")]))]))
     assert model.metadata["tokens"][2] == "c"
     with pytest.raises(FormatError, match=r"tokens\[1\]: is not UTF-8"):
         model.metadata["tokens"].tolist()
