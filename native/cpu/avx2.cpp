@@ -33,18 +33,13 @@ template <class Format> APU_INLINE void prefetch(const uint8_t *p) {
 template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActGroup &first) {
   ActGroup a = first;
   __m256 acc = _mm256_setzero_ps();
-  Format group;
   for (; blocks >= kGroup; blocks -= kGroup) {
     prefetch<Format>(row);
-    group.load(row, kGroup);
-    acc = group.add(a, acc);
+    acc = add_group<Format>(row, kGroup, a, acc);
     row += Format::kGroupBytes;
     a = {a.q + kGroup * 32, a.d + kGroup, a.s + kGroup, a.sums + 2 * kGroup};
   }
-  if (blocks) {
-    group.load(row, blocks);
-    acc = group.add(a, acc);
-  }
+  if (blocks) acc = add_group<Format>(row, blocks, a, acc);
   return sum8(acc);
 }
 
@@ -53,13 +48,8 @@ void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, uint32_t 
               size_t y_stride) {
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
-  Format group;
-  for (uint32_t b = 0; b < blocks; b += kGroup) {
-    if (blocks - b >= kGroup)
-      group.load(row, kGroup);
-    else
-      group.load(row, blocks - b);
-    row += Format::kGroupBytes;
+  for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
+    const Group<Format> group = blocks - b >= kGroup ? Group<Format>(row, kGroup) : Group<Format>(row, blocks - b);
     for (uint32_t t = 0; t < rows; ++t) {
       const ActGroup act = act_row(a, first + t);
       acc[t] = group.add({act.q + 32 * b, act.d + b, act.s + b, act.sums + 2 * b}, acc[t]);

@@ -23,6 +23,10 @@ namespace {
 
 constexpr uint32_t kGroup = 8; // blocks
 
+struct Pair { // blocks i and i + 4: elements 0..15 of both, and 16..31
+  __m256i first, second;
+};
+
 // One row of activations from a group on: values in pairs of blocks, sums of half-blocks in block order.
 struct ActGroup {
   const int8_t *q;
@@ -84,14 +88,18 @@ APU_INLINE __m256i odd_dwords(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0xdd));
 }
 
+// `w` gives the weights of pair i, either from memory as they are needed or from a Group taken apart before.
+
 // Weights of kBits, 4 or 5: eight products of 31 * 127 fit int16, and sixteen of 15 * 127.
-template <int kBits> APU_INLINE __m256i dot_narrow(const __m256i *w, const int8_t *q) {
+template <int kBits, class Weights> APU_INLINE __m256i dot_narrow(const Weights &w, const int8_t *q) {
   const __m256i one = _mm256_set1_epi16(1);
   __m256i pair[4];
 #pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i)
-    pair[i] = _mm256_add_epi16(_mm256_maddubs_epi16(w[2 * i], load32(q + 64 * i)),
-                               _mm256_maddubs_epi16(w[2 * i + 1], load32(q + 64 * i + 32)));
+  for (uint32_t i = 0; i < 4; ++i) {
+    const Pair v = w(i);
+    pair[i] = _mm256_add_epi16(_mm256_maddubs_epi16(v.first, load32(q + 64 * i)),
+                               _mm256_maddubs_epi16(v.second, load32(q + 64 * i + 32)));
+  }
   const __m256i low = fold16(pair[0], pair[1]), high = fold16(pair[2], pair[3]);
   if constexpr (kBits == 4) {
     return _mm256_madd_epi16(_mm256_add_epi16(even_dwords(low, high), odd_dwords(low, high)), one);
@@ -107,25 +115,28 @@ APU_INLINE __m256i multiply_signed(__m256i w, const int8_t *q) {
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-APU_INLINE __m256i dot_signed(const __m256i *w, const int8_t *q) {
+template <class Weights> APU_INLINE __m256i dot_signed(const Weights &w, const int8_t *q) {
   __m256i pair[4];
 #pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i)
-    pair[i] = _mm256_add_epi32(multiply_signed(w[2 * i], q + 64 * i), multiply_signed(w[2 * i + 1], q + 64 * i + 32));
+  for (uint32_t i = 0; i < 4; ++i) {
+    const Pair v = w(i);
+    pair[i] = _mm256_add_epi32(multiply_signed(v.first, q + 64 * i), multiply_signed(v.second, q + 64 * i + 32));
+  }
   const __m256i low = fold32(pair[0], pair[1]), high = fold32(pair[2], pair[3]);
   return _mm256_add_epi32(even_dwords(low, high), odd_dwords(low, high));
 }
 
 // Weights at most 63 with an integer scale per half-block: `scale` as spread_scales() gives them.
-APU_INLINE __m256i dot_halves(const __m256i *w, const __m256i *scale, const int8_t *q) {
+template <class Weights> APU_INLINE __m256i dot_halves(const Weights &w, const __m256i *scale, const int8_t *q) {
   __m256i sum[2];
 #pragma GCC unroll 2
   for (uint32_t i = 0; i < 2; ++i) {
-    const __m256i *v = w + 4 * i;
+    const Pair u = w(2 * i), v = w(2 * i + 1);
     const int8_t *a = q + 128 * i;
-    const __m256i first = fold16(_mm256_maddubs_epi16(v[0], load32(a)), _mm256_maddubs_epi16(v[2], load32(a + 64)));
+    const __m256i first =
+        fold16(_mm256_maddubs_epi16(u.first, load32(a)), _mm256_maddubs_epi16(v.first, load32(a + 64)));
     const __m256i second =
-        fold16(_mm256_maddubs_epi16(v[1], load32(a + 32)), _mm256_maddubs_epi16(v[3], load32(a + 96)));
+        fold16(_mm256_maddubs_epi16(u.second, load32(a + 32)), _mm256_maddubs_epi16(v.second, load32(a + 96)));
     sum[i] = _mm256_add_epi32(_mm256_madd_epi16(first, scale[i]), _mm256_madd_epi16(second, scale[2 + i]));
   }
   return _mm256_add_epi32(even_dwords(sum[0], sum[1]), odd_dwords(sum[0], sum[1]));
@@ -194,32 +205,29 @@ template <bool kSecond> APU_INLINE __m256i fifth_bits(__m256i v) {
 
 // Types with nibbles at kValues of a block and, when kBits is 5, the fifth bits in the four bytes before.
 template <uint32_t kBlockBytes, uint32_t kValues, int kBits>
-APU_INLINE void load_nibbles(const uint8_t *p, uint32_t count, __m256i *w) {
-#pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint8_t *values = p + i * kBlockBytes + kValues;
-    const __m256i v = load_pair(values, 4 * kBlockBytes, i, count);
-    w[2 * i] = low_nibbles(v);
-    w[2 * i + 1] = high_nibbles(v);
-    if constexpr (kBits == 5) {
-      const __m256i high = load_pair(values - 4, 4 * kBlockBytes, i, count);
-      w[2 * i] = _mm256_or_si256(w[2 * i], fifth_bits<false>(high));
-      w[2 * i + 1] = _mm256_or_si256(w[2 * i + 1], fifth_bits<true>(high));
-    }
+APU_INLINE Pair nibble_pair(const uint8_t *p, uint32_t count, uint32_t i) {
+  const uint8_t *values = p + i * kBlockBytes + kValues;
+  const __m256i v = load_pair(values, 4 * kBlockBytes, i, count);
+  Pair pair{low_nibbles(v), high_nibbles(v)};
+  if constexpr (kBits == 5) {
+    const __m256i high = load_pair(values - 4, 4 * kBlockBytes, i, count);
+    pair.first = _mm256_or_si256(pair.first, fifth_bits<false>(high));
+    pair.second = _mm256_or_si256(pair.second, fifth_bits<true>(high));
   }
+  return pair;
 }
 
 template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct SymmetricNibbles { // Q4_0, Q5_0
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
-  __m256i w[kGroup];
   __m256 d;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t count) {
-    d = gather_f16(p, kBlockBytes, count);
-    load_nibbles<kBlockBytes, kValues, kBits>(p, count, w);
+  APU_INLINE SymmetricNibbles(const uint8_t *p, uint32_t count) : d(gather_f16(p, kBlockBytes, count)) {}
+
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
+    return nibble_pair<kBlockBytes, kValues, kBits>(p, count, i);
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
     const __m256i bias = _mm256_madd_epi16(load32(a.sums), _mm256_set1_epi16(1 << (kBits - 1)));
     return fma_block(_mm256_sub_epi32(dot_narrow<kBits>(w, a.q), bias), d, a.d, acc);
   }
@@ -227,15 +235,15 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct SymmetricNib
 
 template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct OffsetNibbles { // Q4_1, Q5_1
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
-  __m256i w[kGroup];
   __m256 d, m;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t count) {
-    gather_f16_pairs(p, kBlockBytes, count, d, m);
-    load_nibbles<kBlockBytes, kValues, kBits>(p, count, w);
+  APU_INLINE OffsetNibbles(const uint8_t *p, uint32_t count) { gather_f16_pairs(p, kBlockBytes, count, d, m); }
+
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
+    return nibble_pair<kBlockBytes, kValues, kBits>(p, count, i);
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
     acc = fma_block(dot_narrow<kBits>(w, a.q), d, a.d, acc);
     return _mm256_fmadd_ps(m, _mm256_loadu_ps(a.s), acc);
   }
@@ -243,23 +251,21 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct OffsetNibble
 
 struct SignedBytes { // Q8_0
   static constexpr uint32_t kBlockBytes = 34, kGroupBytes = kGroup * kBlockBytes;
-  __m256i w[kGroup];
   __m256 d;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t count) {
-    d = gather_f16(p, kBlockBytes, count);
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint8_t *values = p + i * kBlockBytes + 2;
-      w[2 * i] = load_pair(values, 4 * kBlockBytes, i, count);
-      w[2 * i + 1] = load_pair(values + 16, 4 * kBlockBytes, i, count);
-    }
+  APU_INLINE SignedBytes(const uint8_t *p, uint32_t count) : d(gather_f16(p, kBlockBytes, count)) {}
+
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
+    const uint8_t *values = p + i * kBlockBytes + 2;
+    return {load_pair(values, 4 * kBlockBytes, i, count), load_pair(values + 16, 4 * kBlockBytes, i, count)};
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const { return fma_block(dot_signed(w, a.q), d, a.d, acc); }
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
+    return fma_block(dot_signed(w, a.q), d, a.d, acc);
+  }
 };
 
-// ---- superblocks of eight 32-blocks. `half` steps through the first or the second halves, w + 0 or w + 1.
+// ---- superblocks of eight 32-blocks
 
 // Bits 0..3 of byte i are element i of blocks 0..3 of the low 128 bits, bits 4..7 of the high.
 APU_INLINE __m256i block_bits(const uint8_t *p) {
@@ -268,41 +274,33 @@ APU_INLINE __m256i block_bits(const uint8_t *p) {
 
 template <int kBits> struct ScaledNibbles { // Q4_K, Q5_K: 6-bit scale and minimum a block, packed in 12 bytes
   static constexpr uint32_t kGroupBytes = kBits == 5 ? 176 : 144;
-  __m256i w[kGroup];
   __m256 d, m;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t) {
+  APU_INLINE ScaledNibbles(const uint8_t *p, uint32_t) {
     const uint32_t x0 = load_u32(p + 4), x1 = load_u32(p + 8), x2 = load_u32(p + 12);
     const uint32_t low6 = 0x3f3f3f3f, low4 = 0x0f0f0f0f, top2 = 0x30303030;
     const uint64_t scales = (x0 & low6) | static_cast<uint64_t>((x2 & low4) | (x0 >> 2 & top2)) << 32;
     const uint64_t minima = (x1 & low6) | static_cast<uint64_t>((x2 >> 4 & low4) | (x1 >> 2 & top2)) << 32;
     d = _mm256_mul_ps(broadcast_f16(p), widen(scales));
     m = _mm256_mul_ps(broadcast_f16(p + 2), widen(minima));
-    load_half(p, 0, w);
-    load_half(p, 16, w + 1);
   }
 
   static APU_INLINE __m256 widen(uint64_t bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
   }
 
-  static APU_INLINE void load_half(const uint8_t *p, uint32_t offset, __m256i *half) {
-    const uint8_t *values = p + (kBits == 5 ? 48 : 16) + offset; // 32 bytes are blocks 2 i, low nibbles, and 2 i + 1
-    const __m256i a = load_pair(values, 64), b = load_pair(values + 32, 64);
-    half[0] = low_nibbles(a);
-    half[2] = high_nibbles(a);
-    half[4] = low_nibbles(b);
-    half[6] = high_nibbles(b);
-    if constexpr (kBits == 5) {
-      const __m256i v = block_bits(p + 16 + offset), sixteen = _mm256_set1_epi8(16);
-      half[0] = _mm256_or_si256(half[0], _mm256_and_si256(_mm256_slli_epi16(v, 4), sixteen));
-      half[2] = _mm256_or_si256(half[2], _mm256_and_si256(_mm256_slli_epi16(v, 3), sixteen));
-      half[4] = _mm256_or_si256(half[4], _mm256_and_si256(_mm256_slli_epi16(v, 2), sixteen));
-      half[6] = _mm256_or_si256(half[6], _mm256_and_si256(_mm256_slli_epi16(v, 1), sixteen));
-    }
+  static APU_INLINE __m256i half(const uint8_t *p, uint32_t i, uint32_t offset) {
+    const uint8_t *values = p + (kBits == 5 ? 48 : 16) + offset; // 32 bytes are blocks 2 j, low nibbles, and 2 j + 1
+    const __m256i bytes = load_pair(values + 32 * (i / 2), 64);
+    const __m256i v = i % 2 ? high_nibbles(bytes) : low_nibbles(bytes);
+    if constexpr (kBits == 4) return v;
+    const __m256i bit = _mm256_slli_epi16(block_bits(p + 16 + offset), static_cast<int>(4 - i));
+    return _mm256_or_si256(v, _mm256_and_si256(bit, _mm256_set1_epi8(16)));
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
     acc = fma_block(dot_narrow<kBits>(w, a.q), d, a.d, acc);
     return _mm256_fnmadd_ps(m, _mm256_loadu_ps(a.s), acc);
   }
@@ -310,8 +308,7 @@ template <int kBits> struct ScaledNibbles { // Q4_K, Q5_K: 6-bit scale and minim
 
 // 16 scales as int16: `natural` in block order; `spread` for dot_halves, those of the first halves of blocks 0 and 1
 // (4 and 5), of 2 and 3, then of the second halves, each four times.
-APU_INLINE void spread_scales(__m128i bytes, __m256i &natural, __m256i *spread) {
-  natural = _mm256_cvtepi8_epi16(bytes);
+APU_INLINE void spread_scales(__m256i natural, __m256i *spread) {
 #pragma GCC unroll 4
   for (uint32_t i = 0; i < 4; ++i) {
     const long long word = 4 * (i % 2) + i / 2;
@@ -320,96 +317,111 @@ APU_INLINE void spread_scales(__m128i bytes, __m256i &natural, __m256i *spread) 
   }
 }
 
-// Types with a scale per 16 elements and no minimum; stored values are `bias` too large.
-struct HalfScales {
-  __m256i w[kGroup], natural, spread[4];
+// Types with a scale per 16 elements and no minimum; stored values are 2^kBiasBits too large.
+template <int kBiasBits> struct HalfScales {
+  __m256i natural;
   __m256 d;
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc, int bias_bits) const {
-    const __m256i bias = _mm256_slli_epi32(_mm256_madd_epi16(natural, load32(a.sums)), bias_bits);
-    return fma_block(_mm256_sub_epi32(dot_halves(w, spread, a.q), bias), d, a.d, acc);
+  APU_INLINE HalfScales(__m128i scales, const uint8_t *scale)
+      : natural(_mm256_cvtepi8_epi16(scales)), d(broadcast_f16(scale)) {}
+
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
+    __m256i spread[4];
+    spread_scales(natural, spread);
+    const __m256i sum = dot_halves(w, spread, a.q);
+    const __m256i bias = _mm256_slli_epi32(_mm256_madd_epi16(natural, load32(a.sums)), kBiasBits);
+    return fma_block(_mm256_sub_epi32(sum, bias), d, a.d, acc);
   }
 };
 
-struct SixBits : HalfScales { // Q6_K
+struct SixBits : HalfScales<5> { // Q6_K
   static constexpr uint32_t kGroupBytes = 210;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t) {
-    d = broadcast_f16(p + 208);
-    spread_scales(load16(p + 192), natural, spread);
-    load_half(p, 0, w);
-    load_half(p, 16, w + 1);
+  APU_INLINE SixBits(const uint8_t *p, uint32_t) : HalfScales(load16(p + 192), p + 208) {}
+
+  static APU_INLINE __m256i half(const uint8_t *p, uint32_t i, uint32_t offset) {
+    const __m256i bytes = load_pair(p + 32 * (i % 2) + offset, 64), high = load_pair(p + 128 + offset, 32);
+    const __m256i low4 = i < 2 ? low_nibbles(bytes) : high_nibbles(bytes);
+    const __m256i moved = i == 3 ? _mm256_srli_epi16(high, 2) : i == 2 ? high : _mm256_slli_epi16(high, i == 0 ? 4 : 2);
+    return _mm256_or_si256(low4, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
   }
 
-  static APU_INLINE void load_half(const uint8_t *p, uint32_t offset, __m256i *half) {
-    const __m256i a = load_pair(p + offset, 64), b = load_pair(p + 32 + offset, 64);
-    const __m256i high = load_pair(p + 128 + offset, 32), top2 = _mm256_set1_epi8(0x30);
-    half[0] = _mm256_or_si256(low_nibbles(a), _mm256_and_si256(_mm256_slli_epi16(high, 4), top2));
-    half[2] = _mm256_or_si256(low_nibbles(b), _mm256_and_si256(_mm256_slli_epi16(high, 2), top2));
-    half[4] = _mm256_or_si256(high_nibbles(a), _mm256_and_si256(high, top2));
-    half[6] = _mm256_or_si256(high_nibbles(b), _mm256_and_si256(_mm256_srli_epi16(high, 2), top2));
-  }
-
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const { return HalfScales::add(a, acc, 5); }
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
 };
 
-APU_INLINE void two_bits(const uint8_t *p, __m256i *half) {
-  const __m256i v = load_pair(p, 32), low2 = _mm256_set1_epi8(3);
-  half[0] = _mm256_and_si256(v, low2);
-  half[2] = _mm256_and_si256(_mm256_srli_epi16(v, 2), low2);
-  half[4] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low2);
-  half[6] = _mm256_and_si256(_mm256_srli_epi16(v, 6), low2);
+APU_INLINE __m256i two_bits(const uint8_t *p, uint32_t i) {
+  return _mm256_and_si256(_mm256_srli_epi16(load_pair(p, 32), static_cast<int>(2 * i)), _mm256_set1_epi8(3));
 }
 
-struct ThreeBits : HalfScales { // Q3_K
+struct ThreeBits : HalfScales<2> { // Q3_K
   static constexpr uint32_t kGroupBytes = 110;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t) {
-    const uint32_t x0 = load_u32(p + 96), x1 = load_u32(p + 100), x2 = load_u32(p + 104);
+  APU_INLINE ThreeBits(const uint8_t *p, uint32_t) : HalfScales(scales(p + 96), p + 108) {}
+
+  static APU_INLINE __m128i scales(const uint8_t *p) {
+    const uint32_t x0 = load_u32(p), x1 = load_u32(p + 4), x2 = load_u32(p + 8);
     const uint32_t low4 = 0x0f0f0f0f, top2 = 0x30303030;
-    const __m128i scales = _mm_setr_epi32(
+    const __m128i biased = _mm_setr_epi32(
         static_cast<int>((x0 & low4) | (x2 << 4 & top2)), static_cast<int>((x1 & low4) | (x2 << 2 & top2)),
         static_cast<int>((x0 >> 4 & low4) | (x2 & top2)), static_cast<int>((x1 >> 4 & low4) | (x2 >> 2 & top2)));
-    d = broadcast_f16(p + 108);
-    spread_scales(_mm_sub_epi8(scales, _mm_set1_epi8(32)), natural, spread);
-    load_half(p, 0, w);
-    load_half(p, 16, w + 1);
+    return _mm_sub_epi8(biased, _mm_set1_epi8(32));
   }
 
-  static APU_INLINE void load_half(const uint8_t *p, uint32_t offset, __m256i *half) {
-    two_bits(p + 32 + offset, half);
-    const __m256i v = block_bits(p + offset), four = _mm256_set1_epi8(4);
-    half[0] = _mm256_or_si256(half[0], _mm256_and_si256(_mm256_slli_epi16(v, 2), four));
-    half[2] = _mm256_or_si256(half[2], _mm256_and_si256(_mm256_slli_epi16(v, 1), four));
-    half[4] = _mm256_or_si256(half[4], _mm256_and_si256(v, four));
-    half[6] = _mm256_or_si256(half[6], _mm256_and_si256(_mm256_srli_epi16(v, 1), four));
+  static APU_INLINE __m256i half(const uint8_t *p, uint32_t i, uint32_t offset) {
+    const __m256i bits = block_bits(p + offset);
+    const __m256i moved =
+        i < 2 ? _mm256_slli_epi16(bits, static_cast<int>(2 - i)) : _mm256_srli_epi16(bits, static_cast<int>(i - 2));
+    return _mm256_or_si256(two_bits(p + 32 + offset, i), _mm256_and_si256(moved, _mm256_set1_epi8(4)));
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const { return HalfScales::add(a, acc, 2); }
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
 };
 
 struct TwoBits { // Q2_K: 4-bit scale and minimum per 16 elements
   static constexpr uint32_t kGroupBytes = 84;
-  __m256i w[kGroup], spread[4], minima;
+  __m256i scales, minima;
   __m256 d, m;
 
-  APU_INLINE void load(const uint8_t *p, uint32_t) {
+  APU_INLINE TwoBits(const uint8_t *p, uint32_t) {
+    const __m128i packed = load16(p), low4 = _mm_set1_epi8(15);
+    scales = _mm256_cvtepi8_epi16(_mm_and_si128(packed, low4));
+    minima = _mm256_cvtepi8_epi16(_mm_and_si128(_mm_srli_epi16(packed, 4), low4));
     d = broadcast_f16(p + 80);
     m = broadcast_f16(p + 82);
-    const __m128i packed = load16(p), low4 = _mm_set1_epi8(15);
-    __m256i natural;
-    spread_scales(_mm_and_si128(packed, low4), natural, spread);
-    minima = _mm256_cvtepi8_epi16(_mm_and_si128(_mm_srli_epi16(packed, 4), low4));
-    two_bits(p + 16, w);
-    two_bits(p + 32, w + 1);
   }
 
-  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
-    const __m256i least = _mm256_madd_epi16(minima, load32(a.sums));
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) {
+    return {two_bits(p + 16, i), two_bits(p + 32, i)};
+  }
+
+  template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
+    __m256i spread[4];
+    spread_scales(scales, spread);
     acc = fma_block(dot_halves(w, spread, a.q), d, a.d, acc);
+    const __m256i least = _mm256_madd_epi16(minima, load32(a.sums));
     return _mm256_fnmadd_ps(_mm256_cvtepi32_ps(least), _mm256_mul_ps(m, _mm256_loadu_ps(a.d)), acc);
   }
 };
+
+// A group taken apart once for several rows of activations.
+template <class Format> struct Group {
+  Format format;
+  Pair pairs[4];
+
+  APU_INLINE Group(const uint8_t *p, uint32_t count) : format(p, count) {
+#pragma GCC unroll 4
+    for (uint32_t i = 0; i < 4; ++i) pairs[i] = Format::pair(p, count, i);
+  }
+  APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
+    return format.add([this](uint32_t i) __attribute__((always_inline)) { return pairs[i]; }, a, acc);
+  }
+};
+
+// The same for one row, weights unpacked as they are needed: registers suffice.
+template <class Format> APU_INLINE __m256 add_group(const uint8_t *p, uint32_t count, const ActGroup &a, __m256 acc) {
+  const Format format(p, count);
+  return format.add([=](uint32_t i) __attribute__((always_inline)) { return Format::pair(p, count, i); }, a, acc);
+}
 
 // Calls use.template operator()<Format>() for a quantised dtype.
 template <class Use> APU_INLINE void with_format(uint32_t dtype, const Use &use) {
