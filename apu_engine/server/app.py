@@ -169,8 +169,8 @@ def make_runner(service: Service) -> web.AppRunner:
 
 
 def _not_about_bad_http(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that aiohttp logs for every client that does not speak HTTP; it is answered with 400."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    """Drops the tracebacks that aiohttp logs for what is not HTTP; whoever sent it gets a 400."""
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
 
 
 @web.middleware

@@ -1,13 +1,16 @@
 """One request's generation on the event loop: token events from the engine thread become text that is safe to send.
 
-Two crossings: `Engine.submit` in, one `call_soon_threadsafe` per event out. Streamed and plain answers consume the
+Two crossings: `Engine.submit` in, and out a deque with at most one wake-up of the loop under way: a loop that is busy
+for a moment must not find its wake-up pipe full, which would also swallow signals. Streamed and plain answers consume the
 same `pieces()`. Leaving the iteration early, by an error or because the client is gone, cancels the job at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +43,9 @@ class Generation:
         self._engine = engine
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[TokenEvent | Done | None] = asyncio.Queue()  # None: time for a sign of life
+        self._events: deque[TokenEvent | Done] = deque()
+        self._news = asyncio.Event()
+        self._notified = False
         self._ping_at = 0.0
         self._started = time.monotonic()
         self._first_seconds = 0.0
@@ -52,7 +57,14 @@ class Generation:
         job.on_event = self._on_event
 
     def _on_event(self, _: Job, event: TokenEvent | Done) -> None:
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+        self._events.append(event)
+        if not self._notified:
+            self._notified = True
+            self._loop.call_soon_threadsafe(self._notice)
+
+    def _notice(self) -> None:
+        self._notified = False
+        self._news.set()
 
     async def pieces(self) -> AsyncGenerator[Piece | None, None]:
         """Pieces as they come, the last one possibly empty; None when there was nothing for PING_SECONDS.
@@ -96,11 +108,15 @@ class Generation:
         self._ping_at = self._loop.time() + PING_SECONDS
 
     async def _next(self) -> TokenEvent | Done | None:
-        timer = self._loop.call_at(self._ping_at, self._queue.put_nowait, None)
-        try:
-            return await self._queue.get()
-        finally:
-            timer.cancel()
+        """The next event; None when it is time for a sign of life."""
+        if not self._events:
+            self._news.clear()
+            timer = self._loop.call_at(self._ping_at, self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                timer.cancel()
+        return self._events.popleft() if self._events else None
 
     def _end(self, done: Done) -> str:
         self.done = done
@@ -115,9 +131,10 @@ class Generation:
         """A stop string is complete: what the engine may still deliver is beyond the answer's end."""
         self.finish_reason = "stop"
         self._engine.cancel(self.job)
-        event = None
+        self._ping_at = math.inf
+        event: TokenEvent | Done | None = None
         while not isinstance(event, Done):
-            event = await self._queue.get()
+            event = await self._next()
         self.done = event
 
     def usage(self) -> dict[str, Any]:

@@ -189,8 +189,10 @@ def logit_bias(bias: dict[str, float] | None, vocabulary: int) -> dict[int, floa
 
 
 def seed(value: int) -> int:
-    """Negative seeds, which OpenAI's API has, become large ones."""
-    return value & 0xFFFF_FFFF_FFFF_FFFF
+    """Signed and unsigned 64-bit seeds; negative ones, which OpenAI's API has, become large ones."""
+    if not -(1 << 63) <= value < 1 << 64:
+        invalid("seed", f"expected a 64-bit integer, found {str(value)[:40]}")
+    return value % (1 << 64)
 
 
 def template_options(options: dict[str, Any] | None) -> dict[str, Any]:
