@@ -103,12 +103,12 @@ class Guard:
 
     def _unused(self, dumped: str) -> dict[str, str]:
         used = set(_ANY_PRIVATE.findall(dumped)) | set(_ANY_PRIVATE.findall(self._source))
-        escapes = "\\udb" in dumped
+        plain = dumped.replace("\\\\", "\\") if "\\ud" in dumped else ""  # texts that spell such an escape themselves
         free = (
             char
             for block in _PRIVATE
             for char in map(chr, block)
-            if char not in used and not (escapes and json.dumps(char)[1:-1] in dumped)
+            if char not in used and not (plain and json.dumps(char)[1:-1] in plain)
         )
         return dict(zip(self._chars, free, strict=False))
 

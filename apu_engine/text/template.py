@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from apu_engine.errors import FormatError
-from apu_engine.text.errors import TemplateError, TextError
+from apu_engine.text.errors import TemplateError
 from apu_engine.text.prompt import Guard, Prompt
-from apu_engine.text.tokenizer import Tokenizer
+from apu_engine.text.tokenizer import Tokenizer, check_unicode
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("<I")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Templates that look into lists of content parts themselves.
 _TAKES_PARTS = re.compile(
-    r"in\s+\w+(?:\.content|\[['\"]content['\"]\])|is\s+(?:not\s+)?(?:string|iterable|sequence|mapping)"
+    r"for\s+\w+\s+in\s+[\w.\[\]'\"]*content|is\s+(?:not\s+)?(?:string|iterable|sequence|mapping)\b"
 )
 
 
@@ -167,13 +167,9 @@ def _part(number: int, index: int, part: Any) -> str:
 def _dump(value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TextError(
-            f"a message holds a lone surrogate, U+{ord(error.object[error.start]):04X}; it is not valid Unicode"
-        ) from None
     except (TypeError, ValueError, RecursionError) as error:
         raise TemplateError(f"the messages cannot be passed to it: {error}", "input") from None
+    check_unicode(text, "a message, as JSON,")
     return text
 
 
@@ -222,6 +218,8 @@ class _Worker:
             raise _failure(answer)
 
     def _begin(self) -> _Link:
+        if self._link is not None and not self._link.alive():
+            self._drop()
         if self._link is None:
             self._link, self._ready = _Link(), False
             self._link.queue(self._setup)
@@ -313,6 +311,9 @@ class _Link:
                         self._write()
                     else:
                         self._read()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self._end()

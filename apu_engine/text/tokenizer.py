@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,11 +144,9 @@ class Tokenizer:
     def _encode_text(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as error:
-            code = ord(error.object[error.start])
-            raise TextError(
-                f"the text holds a lone surrogate, U+{code:04X}, at character {error.start}; it is not valid Unicode"
-            ) from None
+        except TypeError:  # what the library makes of a string that is not Unicode
+            check_unicode(text, "the text")
+            raise
         return ids
 
     def _checked(self, token_id: int) -> int:
@@ -170,6 +168,17 @@ class Tokenizer:
             return bytes([_BYTE_OF[char] for char in token])
         except KeyError:
             return token.encode()  # not written in the byte alphabet: a raw string
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises TextError when `text` holds a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        raise TextError(
+            f"{what} holds a lone surrogate, U+{code:04X}, at character {error.start}; it is not valid Unicode"
+        ) from None
 
 
 @contextmanager
@@ -247,7 +256,9 @@ def _model_with_scores(
     pieces = [token if text else "" for token, text in zip(tokens, vocabulary.is_text.tolist(), strict=True)]
     try:
         return BPE(vocab=ids, merges=spm.derive_merges(pieces, products), **options)
-    except Exception:  # two hashes met
+    except BaseException as error:  # two hashes met: the library raises, or panics, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         return BPE(vocab=ids, merges=spm.derive_merges(pieces, products, exact=True), **options)
 
 
@@ -264,10 +275,13 @@ def _model_with_merges(vocabulary: Vocabulary, ids: dict[str, int], **options: A
                 f"{field}[{index}]",
                 f"is {vocabulary.merges[index]!r}, expected two tokens with one space between",
             )
-    try:
-        return BPE(vocab=ids, merges=pairs, **options)
-    except Exception:  # raised for a merge whose parts or product are not in the vocabulary
-        pass
+    # The library raises for a merge whose parts or product it does not know, and panics for a product that is longer
+    # than all that it knows.
+    longest = max(map(len, ids), default=0)
+    limit = max((len(token.encode()) for token in ids if 4 * len(token) >= longest), default=0)
+    if all(len(merge.encode()) - 1 <= limit for merge in vocabulary.merges if 4 * len(merge) > limit):
+        with suppress(Exception):
+            return BPE(vocab=ids, merges=pairs, **options)
     control, kept = vocabulary.control, []
     for index, (left, right) in enumerate(pairs):
         absent = [token for token in (left, right, left + right) if token not in ids]
