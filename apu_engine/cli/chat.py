@@ -32,6 +32,13 @@ HELP = """\
 A line that ends in \\ goes on in the next. Ctrl-C stops an answer."""
 
 
+_VISIBLE = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
+}
+
+
 @with_config("model", "engine", "sampling", "text", "output", exclude=("queue", "parallel"), model_argument=True)
 def chat(
     config: EngineConfig,
@@ -42,8 +49,12 @@ def chat(
     text.
     """
     require_model(config, "chat")
-    interactive = prompt is None and sys.stdin.isatty()
-    text = "" if interactive else _one_shot_text(prompt)
+    interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    alone = prompt is None
+    if alone and not interactive:
+        prompt = _read_stdin()
+    if not interactive and not prompt:
+        raise ConfigError("the prompt is empty; give -p TEXT or pipe text in", "prompt")
     from apu_engine.engine.llm import LLM
 
     with LLM.from_config(config, on_progress=_progress(), for_chat=not raw) as llm:
@@ -52,36 +63,35 @@ def chat(
         session = Session(llm, raw, config.timings, config.system)
         if interactive:
             return repl(session)
-        return session.once(text)
+        piped = "" if alone else _piped_text()
+        return session.once("\n\n".join(part for part in (prompt, piped) if part))
 
 
-def _one_shot_text(prompt: str | None) -> str:
-    piped = _read_stdin() if _is_piped(prompt is None) else ""
-    parts = [part for part in (prompt, piped) if part]
-    if not parts:
-        raise ConfigError("the prompt is empty; give -p TEXT or pipe text in", "prompt")
-    return "\n\n".join(parts)
-
-
-def _is_piped(required: bool) -> bool:
-    """Whether to read standard input to its end: a pipe or a file; anything but a terminal without -p."""
+def _piped_text() -> str:
+    """What was piped in beside -p. A pipe that nobody has written to by now is left alone: it may never end."""
     import os
+    import select
     import stat
 
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        return False
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # standard input of another kind: a notebook, a test
-        return required
-    return required or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+            return ""
+        if not select.select([sys.stdin], [], [], 0)[0]:
+            print("note: nothing was piped in yet; only -p is answered", file=sys.stderr)
+            return ""
+    except (AttributeError, OSError, ValueError):  # no standard input, or one of another kind
+        return ""
+    return _read_stdin()
 
 
 def _read_stdin() -> str:
     try:
         return sys.stdin.buffer.read().decode().rstrip("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})", "prompt") from None
+    except (AttributeError, OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})", "prompt") from None
+        return ""  # none, or closed
 
 
 def _progress() -> Any:
@@ -136,7 +146,7 @@ class Session:
     def _print(self, generation: Generation) -> Completion:
         try:
             for piece in generation:
-                sys.stdout.write(piece)
+                sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
                 sys.stdout.flush()
         except KeyboardInterrupt:
             generation.close()
@@ -144,6 +154,11 @@ class Session:
         if self.timings:
             print(f"\n{timing_lines(self.llm, completion)}", file=sys.stderr)
         return completion
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: control characters, which could move the cursor or worse, as visible signs."""
+    return text.translate(_VISIBLE)
 
 
 def timing_lines(llm: LLM, completion: Completion) -> str:

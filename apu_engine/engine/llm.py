@@ -22,7 +22,7 @@ from apu_engine.config import EngineConfig
 from apu_engine.engine.job import Done, FinishReason, Job, Timings, TokenEvent
 from apu_engine.engine.load import OnProgress, OnStage, Runtime, load, summary
 from apu_engine.engine.sampling import with_overrides
-from apu_engine.errors import ApuError, ConfigError
+from apu_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from apu_engine.memory.footprint import Footprint
@@ -330,14 +330,12 @@ class LLM:
         """Whether the file or the `chat_template` option has one; else chats are written as a plain
         transcript.
         """
-        template = self.runtime.template
-        return template is not None and not template.is_default
+        return self.runtime.has_template
 
     @property
     def chat_stop(self) -> tuple[str, ...]:
         """Stop strings that every chat needs: those of the plain transcript where there is no template."""
-        template = self.runtime.template
-        return () if template is None else tuple(template.default_stop)
+        return tuple(self.runtime.template.default_stop)
 
     def chat_tokens(self, messages: str | Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt for a conversation, up to where the answer begins; what users wrote stays text.
@@ -346,13 +344,12 @@ class LLM:
         """
         from apu_engine.text.prompt import encode_prompt
 
-        tokenizer, template = self.tokenizer, self.runtime.template
-        assert template is not None, "there is one where there is a tokenizer"
+        template = self.runtime.template
         if isinstance(messages, str):
             system = self.config.system
             head = [{"role": "system", "content": system}] if system else []
             messages = [*head, {"role": "user", "content": messages}]
-        return encode_prompt(tokenizer, template.render(messages, **template_options))
+        return encode_prompt(self.tokenizer, template.render(messages, **template_options))
 
     def stream_chat(
         self,

@@ -59,7 +59,6 @@ class Runtime:
     model: ModelFile
     tokenizer: Tokenizer | None
     tokenizer_error: ModelError | None  # why there is no tokenizer
-    template: ChatTemplate | None  # None without a tokenizer
     sampling: SamplingParams
     device: Device
     device_reason: str
@@ -70,12 +69,31 @@ class Runtime:
     notices: list[str] = field(default_factory=list)
     stages: list[tuple[str, float]] = field(default_factory=list)  # (stage, seconds it took)
     copies: list[AnonymousCopy] = field(default_factory=list)
+    template_override: str | None = None  # text of the file that `chat_template` names
+    _template: ChatTemplate | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template; else chats are written as a plain transcript."""
+        return bool(self.template_override or self.model.metadata.get("tokenizer.chat_template"))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template, made at first use. Raises ModelError without a tokenizer."""
+        with self._lock:
+            if self._template is None:
+                if self.tokenizer is None:
+                    assert self.tokenizer_error is not None
+                    raise self.tokenizer_error
+                self._template = make_template(self.model, self.tokenizer, self.template_override)
+            return self._template
 
     def close(self, timeout: float = 0.0) -> None:
         """Ends the engine after at most `timeout` seconds, then frees everything. Harmless twice."""
         self.engine.close(timeout)
-        if self.template is not None:
-            self.template.close()
+        if self._template is not None:
+            self._template.close()
         self.loaded.close()
         self.copies.clear()
         for mapping in self.mappings:
@@ -142,12 +160,12 @@ def _load(
 
     model = open_model(Path(path))
     tokenizer, tokenizer_error = _tokenizer(model)
+    override = _template_file(config)
     template = None
-    if tokenizer is not None:
-        template = _template(config, model, tokenizer)
+    if tokenizer is not None and for_chat:
+        template = make_template(model, tokenizer, override)
         opened.append(template)
-        if for_chat:
-            template.start()
+        template.start()
     stages.end("tokenizer")
 
     from apu_engine import _native, arch
@@ -193,7 +211,6 @@ def _load(
         model=model,
         tokenizer=tokenizer,
         tokenizer_error=tokenizer_error,
-        template=template,
         sampling=sampling_defaults(config, model),
         device=device,
         device_reason=reason,
@@ -204,6 +221,8 @@ def _load(
         notices=[notice for notice in notices if notice],
         stages=stages.times,
         copies=copies,
+        template_override=override,
+        _template=template,
     )
     stages.end("ready")
     return runtime
@@ -222,15 +241,19 @@ def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
         return None, error
 
 
-def _template(config: EngineConfig, model: ModelFile, tokenizer: Tokenizer) -> ChatTemplate:
+def _template_file(config: EngineConfig) -> str | None:
+    if config.chat_template is None:
+        return None
+    try:
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {config.chat_template}: {error}", "chat_template") from None
+
+
+def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:
+    """The template of a model, or `override`."""
     from apu_engine.text.template import ChatTemplate
 
-    override = None
-    if config.chat_template is not None:
-        try:
-            override = Path(config.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {config.chat_template}: {error}", "chat_template") from None
     return ChatTemplate.from_metadata(model.metadata, tokenizer, str(model.path), override)
 
 
