@@ -1,8 +1,8 @@
 """One request's generation on the event loop: token events from the engine thread become text that is safe to send.
 
-Two crossings: `Engine.submit` in, and out a deque with at most one wake-up of the loop under way: a loop that is busy
-for a moment must not find its wake-up pipe full, which would also swallow signals. Streamed and plain answers consume the
-same `pieces()`. Leaving the iteration early, by an error or because the client is gone, cancels the job at once.
+Two crossings: `Engine.submit` in, and out a deque with at most one wake-up of the loop under way: the pipe that wakes
+a busy loop must not fill up, because signals come through it too. Streamed and plain answers consume the same
+`pieces()`. Leaving the iteration early, by an error or because the client is gone, cancels the job at once.
 """
 
 from __future__ import annotations

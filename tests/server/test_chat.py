@@ -162,7 +162,7 @@ async def test_chat_logprobs(served: Served) -> None:
     assert [t["bytes"] for t in content[1:4]] == [[b] for b in "€".encode()]
     events = await stream(served, CHAT_PATH, body)
     logprobs = [e["choices"][0]["logprobs"] for e in events]
-    assert [t for l in logprobs if l for t in l["content"]] == content
+    assert [t for found in logprobs if found for t in found["content"]] == content
     assert streamed_text(events) == "a€b"
 
 
@@ -172,7 +172,7 @@ async def test_logprobs_streamed_equal_plain(served: Served, stop: str | None) -
     body = {**CHAT, "logprobs": True, "stop": stop, "max_tokens": 12}
     _, plain = await served.post(CHAT_PATH, body)
     events = await stream(served, CHAT_PATH, body)
-    streamed = [t for e in events if (l := e["choices"][0]["logprobs"]) for t in l["content"]]
+    streamed = [t for e in events if (found := e["choices"][0]["logprobs"]) for t in found["content"]]
     assert plain["choices"][0]["logprobs"]["content"] == streamed
     assert len(streamed) == 12
 
@@ -203,7 +203,7 @@ async def test_completion_logprobs(served: Served) -> None:
         "text_offset": [0, 1, 2],
     }
     events = await stream(served, "/v1/completions", body)
-    offsets = [o for e in events if (l := e["choices"][0]["logprobs"]) for o in l["text_offset"]]
+    offsets = [o for e in events if (found := e["choices"][0]["logprobs"]) for o in found["text_offset"]]
     assert offsets == [0, 1, 2]
     _, answer = await served.post("/v1/completions", {**body, "logprobs": 0})
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{}, {}, {}]

@@ -1,4 +1,4 @@
-"""A client that leaves is cancelled at once, wherever its request is; one that waits is told that it is not forgotten."""
+"""A client that leaves is cancelled at once, wherever its request is; one that waits gets pings."""
 
 from __future__ import annotations
 

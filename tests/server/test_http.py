@@ -1,4 +1,4 @@
-"""HTTP below the endpoints: Expect, chunked and slow bodies, sizes, compression, pipelining, things that are not HTTP."""
+"""HTTP below the endpoints: Expect, chunked and slow bodies, sizes, pipelining, and what is not HTTP."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from server_fakes import CHAT, FakeLLM, eventually, serving
+from server_fakes import CHAT, FakeLLM, eventually, http_request, serving
 
 import apu_engine
 from apu_engine.config import EngineConfig
@@ -178,10 +178,7 @@ async def test_shutdown_refuses_new_requests(monkeypatch: pytest.MonkeyPatch) ->
         first = asyncio.create_task(asyncio.open_connection("127.0.0.1", int(server.service.url.rsplit(":", 1)[1])))
         reader, writer = await first
         body = json.dumps(CHAT).encode()
-        head = (
-            f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
+        writer.write(http_request(PATH, body))
         await eventually(lambda: server.llm.engine.status().running == 1)
         os.kill(os.getpid(), signal.SIGTERM)
         await eventually(lambda: server.llm.engine.status().state == "draining")
