@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str
 
 def start(*args: str | Path, **options: Any) -> subprocess.Popen[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-m", "apu_engine.cli", *map(str, args)]
+    command = [sys.executable, "-m", "apu_engine", *map(str, args)]
     return subprocess.Popen(command, **{**pipes, **options})
 
 
