@@ -5,4 +5,4 @@ from __future__ import annotations
 from apu_engine.cli import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -187,7 +187,7 @@ def _terminate(server: Running) -> None:
         try:
             process.wait(STOP_DEADLINE_S)
         except psutil.TimeoutExpired:
-            _say(f"PID {server.pid} did not end within {STOP_DEADLINE_S:.0f} s of SIGTERM; sending SIGKILL")
+            _say(f"PID {server.pid} did not end within {STOP_DEADLINE_S:g} s of SIGTERM; sending SIGKILL")
             process.kill()
             process.wait(5)
     _pid_file(server.port).unlink(missing_ok=True)

@@ -1,0 +1,168 @@
+"""The launcher as a user meets it: a real server process started, asked, restarted and stopped; ports and PID files.
+
+State lives in a folder of the test's own; the model is a tiny random one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from apu_engine import catalog, launcher
+from apu_engine.errors import ApuError
+from tests.models import TinyModel
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(launcher, "_state_dir", lambda: tmp_path)
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    number = free_port()
+    yield number
+    launcher.main(["stop", "--port", str(number)])
+
+
+def test_start_ask_restart_stop(
+    tiny_llama: TinyModel, port: int, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--port", str(port), "--ctx", "64"]
+    assert launcher.main([str(tiny_llama.path), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert "mapped, copied 0, anonymous 0; ctx 64" in out and f"http://127.0.0.1:{port}" in out
+    assert f"curl http://127.0.0.1:{port}/v1/" in out
+    assert "device: cpu" in err
+    first = json.loads((state / f"server-{port}.json").read_text())["pid"]
+
+    assert launcher.main(["status", "--port", str(port)]) == 0
+    assert f"port {port}: ready, PID {first}" in capsys.readouterr().out
+    assert launcher.main([str(tiny_llama.path), *flags]) == 1
+    assert "is served already" in capsys.readouterr().err
+
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps({"prompt": [5, 6, 7], "max_tokens": 4}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert json.load(answer)["usage"]["prompt_tokens"] == 3
+
+    assert launcher.main(["restart", "--port", str(port)]) == 0
+    second = json.loads((state / f"server-{port}.json").read_text())["pid"]
+    assert second != first and not psutil.pid_exists(first)
+    assert launcher.main(["stop", "--port", str(port)]) == 0
+    assert not psutil.pid_exists(second) and not (state / f"server-{port}.json").exists()
+    assert launcher.main(["status", "--port", str(port)]) == 3
+
+
+def test_busy_port_names_its_holder_and_a_free_one(tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        assert launcher.main([str(tiny_llama.path), "--port", str(taken)]) == 1
+    err = capsys.readouterr().err
+    assert f"port {taken} is in use by" in err and f"PID {os.getpid()}" in err and "--port" in err.split("free")[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "empty"), (b"GGUF\x03\x00", "truncated"), (b"<html>not a model", "HTML")]
+)
+def test_a_broken_model_ends_with_its_message(
+    content: bytes, message: str, tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(content)
+    assert launcher.main([str(bad), "--port", str(port)]) == 1
+    err = capsys.readouterr().err
+    assert "bad.gguf" in err and "Traceback" not in err
+    assert not (tmp_path / f"server-{port}.json").exists()
+
+
+def test_a_recycled_pid_is_never_signalled(state: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        record = launcher.Running(bystander.pid, 1.0, "127.0.0.1", port, "m", "log", [])
+        (state / f"server-{port}.json").write_text(json.dumps(launcher.asdict(record)))
+        assert launcher.main(["stop", "--port", str(port)]) == 0
+        assert "no server of ours" in capsys.readouterr().err
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_server_that_ignores_sigterm_is_killed_after_the_deadline(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert stubborn.stdout is not None
+    stubborn.stdout.readline()
+    created = psutil.Process(stubborn.pid).create_time()
+    record = launcher.Running(stubborn.pid, created, "127.0.0.1", 1, "m", "log", [])
+    (state / "server-1.json").write_text(json.dumps(launcher.asdict(record)))
+    monkeypatch.setattr(launcher, "STOP_DEADLINE_S", 0.2)
+    assert launcher.main(["stop", "--port", "1"]) == 0
+    assert not psutil.pid_exists(stubborn.pid)  # reaped by the launcher, whose child it is here
+    assert "SIGKILL" in capsys.readouterr().err
+
+
+def test_foreground_stops_with_sigterm(tiny_llama: TinyModel, port: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "apu_engine.launcher", str(tiny_llama.path), "--foreground", "--port", str(port)]
+    process = subprocess.Popen([*command, "-c", "64"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    assert time.monotonic() - started < 5
+    process.stdout.close()
+
+
+def test_bad_port_and_unknown_flag(tiny_llama: TinyModel, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--port", "70000"]) == 1
+    assert "70000" in capsys.readouterr().err
+    assert launcher.main([str(tiny_llama.path), "--port", str(port), "--no-such-flag"]) == 1
+    assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_catalog_entries_and_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = catalog.load_catalog()
+    assert entries[catalog.DEMO].members and len(entries[catalog.DEMO].sha256) == 64
+    sizes = [e.bytes for e in catalog.fitting(24 * 10**9)]
+    assert sizes == sorted(sizes, reverse=True) and all(s < 24 * 10**9 for s in sizes)
+    with pytest.raises(ApuError, match="not a model that can be fetched"):
+        catalog.fetch("no-such-model")
+
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    hub = tmp_path / ".cache/huggingface/hub/models--x/snapshots/1"
+    blobs = tmp_path / ".ollama/models/blobs"
+    hub.mkdir(parents=True)
+    blobs.mkdir(parents=True)
+    (blobs / "sha256-aa").write_bytes(b"GGUF" + bytes(100))
+    (blobs / "sha256-bb").write_bytes(b"{}")
+    (hub / "linked.gguf").symlink_to(blobs / "sha256-aa")
+    (hub / "broken.gguf").symlink_to(tmp_path / "gone")
+    found = [p for p in catalog.discover() if tmp_path in p.parents]
+    assert len(found) == 1  # one file, however many names it has
