@@ -9,6 +9,7 @@ Construction is most of the start-up cost of text, so nothing here is done per t
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,9 @@ from apu_engine.text.vocabulary import Vocabulary, read_vocabulary
 if TYPE_CHECKING:
     import tokenizers
     from tokenizers.models import BPE
+
+# The library would start a thread per core for its batches, which hold one text here.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -143,7 +147,8 @@ class Tokenizer:
 
     def _encode_text(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            # The batch call lets other threads run meanwhile and computes no offsets: half the time of `encode`.
+            ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError:  # what the library makes of a string that is not Unicode
             check_unicode(text, "the text")
             raise
