@@ -87,10 +87,7 @@ def check(status: int) -> None:
     """
     if status == _OK:
         return
-    message = (
-        ffi.string(lib.apu_last_error()).decode(errors="replace")
-        or f"native call failed with status {status}"
-    )
+    message = ffi.string(lib.apu_last_error()).decode(errors="replace") or f"native call failed with status {status}"
     if status == _E_MAPPING:
         path = faulted() or ""
         raise MappingError(path, message.removeprefix(path).lstrip(": "))
@@ -147,9 +144,7 @@ class Device:
         self.handle: Any = None
         if isa not in ISA:
             raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
-        options = ffi.new(
-            "apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us}
-        )
+        options = ffi.new("apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us})
         out = ffi.new("apu_device **")
         check(lib.apu_device_open(kind.encode(), index, options, out))
         self.handle = out[0]
@@ -183,9 +178,7 @@ class Device:
     def __enter__(self) -> Device:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
 
@@ -229,9 +222,7 @@ class Region:
             status = lib.apu_region_chunks(self._handle, chunks, count)
             if count[0] <= capacity:
                 check(status)
-                return tuple(
-                    Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0])
-                )
+                return tuple(Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0]))
             capacity = count[0]
 
     @property

@@ -25,9 +25,7 @@ def _folders() -> Iterator[Path]:
     here = Path(__file__).resolve().parent
     yield here
     root = here.parent.parent
-    if (
-        root / "native" / "include" / "apu.h"
-    ).exists():  # a source tree: its own build is never older than the copy
+    if (root / "native" / "include" / "apu.h").exists():  # a source tree: its own build is never older than the copy
         yield root / "build" / "editable"
     spec = importlib.util.find_spec(_CDEF)
     if spec is not None and spec.origin is not None:
@@ -41,9 +39,7 @@ def find() -> Path:
         if (folder / LIBRARY).exists() and (folder / "_cdef.py").exists():
             return folder
         tried.append(str(folder))
-    raise ApuError(
-        f"{LIBRARY} is not built (looked in {', '.join(tried)}); run ./build.sh or `pip install -e .`"
-    )
+    raise ApuError(f"{LIBRARY} is not built (looked in {', '.join(tried)}); run ./build.sh or `pip install -e .`")
 
 
 def open_library() -> tuple[Any, Any, Path]:
@@ -76,9 +72,7 @@ def check_abi(ffi: Any, lib: Any, path: Path) -> None:
         raise ApuError(f"{path}: expected ABI version {lib.APU_ABI_VERSION}, found {found}; {_REBUILD}")
     native = {
         name: [int(number) for number in numbers]
-        for name, *numbers in (
-            line.split() for line in ffi.string(lib.apu_abi_layout()).decode().splitlines()
-        )
+        for name, *numbers in (line.split() for line in ffi.string(lib.apu_abi_layout()).decode().splitlines())
     }
     for name in ffi.list_types()[0]:
         type_ = ffi.typeof(name)
@@ -92,6 +86,4 @@ def check_abi(ffi: Any, lib: Any, path: Path) -> None:
         if native.pop(name, None) != expected:
             raise ApuError(f"{path}: struct {name} is laid out differently from apu.h; {_REBUILD}")
     if native:
-        raise ApuError(
-            f"{path}: struct {next(iter(native))} is not in the generated declarations; {_REBUILD}"
-        )
+        raise ApuError(f"{path}: struct {next(iter(native))} is not in the generated declarations; {_REBUILD}")

@@ -100,7 +100,7 @@ def render(spec: PlanSpec, *, context: int | None = None) -> str:
         previous = line.layer
         cost = f"{line.weight_bytes:,}" if not line.kv_bytes else f"{line.kv_bytes:,}/token"
         number = str(line.layer) if line.layer >= 0 else ""
-        operands = f"{line.inputs} -> {line.outputs}" if line.outputs else line.inputs
+        operands = f"{line.inputs} -> {line.outputs}".strip() if line.outputs else line.inputs
         window = f" window {line.window}" if line.window and line.kv_bytes else ""
         using = f"  with {line.weights}" if line.weights else ""
         out.append(f"{line.index:>4} {number:>5}  {line.op:<12}{cost:>13}  {operands}{using}{window}")
