@@ -25,11 +25,13 @@ class Event:
     Wait for it exactly once; the step and its buffers must stay untouched until then.
     """
 
-    __slots__ = ("_handle", "_step")
+    __slots__ = ("_handle", "_pending", "_step")
 
-    def __init__(self, handle: Any, step: Step) -> None:
+    def __init__(self, handle: Any, step: Step, pending: set[Event]) -> None:
         self._handle = handle
         self._step: Step | None = step
+        self._pending = pending  # the plan's: an event that was dropped unwaited must not free its buffers
+        pending.add(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until the submission ended, or `timeout` seconds: then WaitTimeout, and the event stays valid.
@@ -44,6 +46,7 @@ class Event:
             status = lib.apu_event_wait(self._handle, part)
             if status != lib.APU_E_TIMEOUT:
                 self._handle = self._step = None
+                self._pending.discard(self)
                 check(status)
                 return
             if left >= 0:
@@ -64,6 +67,7 @@ class Plan:
         self.slices = spec.slices
         self._handle: Any = None
         self._rows = self._outputs = 0
+        self._pending: set[Event] = set()
         self._out = ffi.new("apu_event **")
         desc, keep = _describe(spec)
         out = ffi.new("apu_plan **")
@@ -83,7 +87,7 @@ class Plan:
         """
         check(lib.apu_plan_submit(self._handle, step.prepared(), first, last, self._out))
         self._rows, self._outputs = step.rows, step.outputs
-        return Event(self._out[0], step)
+        return Event(self._out[0], step, self._pending)
 
     def run(self, step: Step) -> None:
         """Forward and sample, waited for."""
@@ -140,6 +144,7 @@ class Plan:
         if self._handle is not None:
             lib.apu_plan_destroy(self._handle)
             self._handle = None
+            self._pending.clear()
 
 
 def _outcome(event: Event) -> ApuError | None:
