@@ -36,8 +36,7 @@ apu_status apu_device_open(const char *kind, int32_t index, const apu_device_opt
     return fail(APU_E_INVALID, "device cpu: threads is %u, expected 0 (automatic) to %u", o.threads, kMaxThreads);
   if (o.isa > APU_ISA_AVX512)
     return fail(APU_E_INVALID, "device cpu: isa is %u, expected 0 (automatic) to %u", o.isa, unsigned(APU_ISA_AVX512));
-  if (o.spin_us > 1000000)
-    return fail(APU_E_INVALID, "device cpu: spin_us is %u, expected at most 1000000", o.spin_us);
+  if (o.spin_us > 1000000) return fail(APU_E_INVALID, "device cpu: spin_us is %u, expected at most 1000000", o.spin_us);
   uint32_t isa = o.isa == APU_ISA_AUTO ? cpu::best_isa() : o.isa;
   const cpu::KernelTable *kernels = cpu::kernel_table(isa);
   if (!kernels)

@@ -1,4 +1,5 @@
-// SIGBUS on a mapped model file: a file that shrinks under its mapping must end a request with an error, not the process.
+// SIGBUS on a mapped model file: a file that shrinks under its mapping must end a request with an error, not the
+// process.
 //
 // The handler replaces the rest of the mapping by zero pages (a shrunken file has lost all of it, and one mapping is
 // cheaper than a fault a page), marks the entry, and returns to the load that faulted. It runs on whatever thread
@@ -29,8 +30,8 @@ struct Entry {
 };
 
 Entry entries[kEntries];
-std::atomic<size_t> used{0};      // entries ever used: how far the handler looks
-std::atomic<uint32_t> faults{0};  // entries marked and not yet released
+std::atomic<size_t> used{0};       // entries ever used: how far the handler looks
+std::atomic<uint32_t> faults{0};   // entries marked and not yet released
 std::atomic<uintptr_t> foreign{0}; // address of the last fault that was not ours
 std::atomic<uint32_t> foreign_count{0};
 std::mutex mutex;
@@ -122,7 +123,8 @@ apu_status apu_mapping_guard(const void *address, uint64_t bytes, const char *pa
       return fail(APU_E_INVALID, "%s: the range overlaps the guarded mapping of %s", path, entries[i].path);
     }
   }
-  if (slot == kEntries) return fail(APU_E_MEMORY, "%s: %zu mappings are guarded already, the most there can be", path, kEntries);
+  if (slot == kEntries)
+    return fail(APU_E_MEMORY, "%s: %zu mappings are guarded already, the most there can be", path, kEntries);
   if (!installed) {
     struct sigaction action = {};
     action.sa_sigaction = handle;

@@ -39,10 +39,10 @@ apu_status apu_memory_register(apu_device *device, const void *host, uint64_t by
     return fail(APU_E_INVALID, "apu_memory_register: %llu bytes at %p are no range",
                 static_cast<unsigned long long>(bytes), host);
   if (strategy == APU_MEMORY_REGISTERED || strategy == APU_MEMORY_STAGED)
-    return fail(APU_E_UNSUPPORTED, "device cpu reads host pages in place: expected memory strategy auto or direct, found %s",
+    return fail(APU_E_UNSUPPORTED,
+                "device cpu reads host pages in place: expected memory strategy auto or direct, found %s",
                 strategy == APU_MEMORY_STAGED ? "staged" : "registered");
-  if (strategy > APU_MEMORY_STAGED)
-    return fail(APU_E_INVALID, "apu_memory_register: unknown strategy %u", strategy);
+  if (strategy > APU_MEMORY_STAGED) return fail(APU_E_INVALID, "apu_memory_register: unknown strategy %u", strategy);
   return make_region(device, const_cast<void *>(host), bytes, false, out);
 }
 

@@ -21,7 +21,9 @@ namespace apu::cpu {
 constexpr size_t kAlign = 64;
 constexpr uint32_t kRedundantRows = 2; // up to here every worker prepares a matrix's input for itself
 
-inline size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+inline size_t aligned(size_t bytes) {
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
 
 // Quantised activations of `rows` rows of k elements, laid out one array after the other.
 struct ActLayout {
@@ -119,9 +121,9 @@ public:
   virtual ~Builder() = default;
   virtual const PlanInfo &info() const = 0;
   virtual const KernelTable &kernels() const = 0;
-  virtual float *scratch(int32_t tensor) = 0;       // null for APU_NONE
-  virtual const float *vector(int32_t tensor) = 0;  // as float32: in place, or a copy when it is neither aligned nor F32
-  virtual uint32_t rope(const apu_op &op) = 0;      // index of its RopeTable
+  virtual float *scratch(int32_t tensor) = 0;      // null for APU_NONE
+  virtual const float *vector(int32_t tensor) = 0; // as float32: in place, or a copy when it is neither aligned nor F32
+  virtual uint32_t rope(const apu_op &op) = 0;     // index of its RopeTable
   Workspace workspace;
 };
 

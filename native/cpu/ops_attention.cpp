@@ -1,10 +1,10 @@
 // ATTENTION over paged keys and values: several sequences, ragged rows, causal by position, optional window.
 //
-// The result of a row and head is defined by absolute positions alone, so that it has the same bits alone, in a prefill,
-// beside other sequences and on any number of workers: the context is cut into spans of 256 positions; in a span, pages
-// of 128 are folded in order by online softmax in float32; then the spans' (maximum, sum, accumulator) are folded in
-// order. When a step has many rows a worker folds all spans of a block of rows and one kv head as it goes; when it has
-// few, spans are spread over the workers and folded afterwards, by the same arithmetic.
+// The result of a row and head is defined by absolute positions alone, so that it has the same bits alone, in a
+// prefill, beside other sequences and on any number of workers: the context is cut into spans of 256 positions; in a
+// span, pages of 128 are folded in order by online softmax in float32; then the spans' (maximum, sum, accumulator) are
+// folded in order. When a step has many rows a worker folds all spans of a block of rows and one kv head as it goes;
+// when it has few, spans are spread over the workers and folded afterwards, by the same arithmetic.
 #include "cpu/ops.h"
 
 #include <cmath>
@@ -14,8 +14,8 @@
 namespace apu::cpu {
 namespace {
 
-constexpr uint32_t kSpan = 256;          // positions; a multiple of the page
-constexpr uint32_t kBlockVectors = 32;   // query vectors (rows x heads of one kv head) that share loads of K and V
+constexpr uint32_t kSpan = 256;        // positions; a multiple of the page
+constexpr uint32_t kBlockVectors = 32; // query vectors (rows x heads of one kv head) that share loads of K and V
 constexpr uint32_t kMaxSpreadBlocks = 64;
 constexpr size_t kPartialFloor = 16u << 20;
 
@@ -30,20 +30,21 @@ class Attention final : public Op {
 public:
   Attention(Builder &b, const apu_op &op)
       : k_state_(b.info().states[size_t(op.state[0])]), v_state_(b.info().states[size_t(op.state[1])]),
-        q_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]),
-        cap_(op.f[1]), d_(k_state_.d.head_size), dv_(v_state_.d.head_size), kv_heads_(k_state_.d.heads),
-        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), group_(heads_ / kv_heads_),
-        window_(k_state_.d.window), f16_k_(k_state_.d.dtype == APU_F16), f16_v_(v_state_.d.dtype == APU_F16) {
+        q_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]), cap_(op.f[1]),
+        d_(k_state_.d.head_size), dv_(v_state_.d.head_size), kv_heads_(k_state_.d.heads),
+        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), group_(heads_ / kv_heads_), window_(k_state_.d.window),
+        f16_k_(k_state_.d.dtype == APU_F16), f16_v_(v_state_.d.dtype == APU_F16) {
     block_rows_ = std::clamp(kBlockVectors / group_, 1u, 16u);
     vectors_ = block_rows_ * group_;
     uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
     if (window_) spans = std::min<uint64_t>(spans, window_ / kSpan + 2);
     Workspace &ws = b.workspace;
     // At least one row of the longest context.
-    ws.partial_bytes = std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
-    ws.worker_bytes = std::max(ws.worker_bytes, aligned(kPageTokens * sizeof(float)) +
-                                                    2 * aligned(vectors_ * sizeof(Softmax)) +
-                                                    2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
+    ws.partial_bytes =
+        std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
+    ws.worker_bytes =
+        std::max(ws.worker_bytes, aligned(kPageTokens * sizeof(float)) + 2 * aligned(vectors_ * sizeof(Softmax)) +
+                                      2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
   }
 
   void run(Worker &worker, Run &run) override {
@@ -54,8 +55,12 @@ public:
       longest = std::max(longest, span_count(step, {0, s.row_begin + s.row_count - 1, 1}));
     }
     Bump scratch = run.scratch(worker);
-    Call c{run, scratch.take<float>(kPageTokens), scratch.take<Softmax>(vectors_), scratch.take<Softmax>(vectors_),
-           scratch.take<float>(size_t(vectors_) * dv_), scratch.take<float>(size_t(vectors_) * dv_)};
+    Call c{run,
+           scratch.take<float>(kPageTokens),
+           scratch.take<Softmax>(vectors_),
+           scratch.take<Softmax>(vectors_),
+           scratch.take<float>(size_t(vectors_) * dv_),
+           scratch.take<float>(size_t(vectors_) * dv_)};
     // Decided from the step and the pool's size, which all workers see alike; the results do not depend on it.
     if (longest > 1 && blocks <= kMaxSpreadBlocks && blocks * kv_heads_ < 4 * worker.count && run_spread(worker, c))
       return;
@@ -93,11 +98,11 @@ private:
 
   struct Call { // one worker's buffers
     Run &run;
-    float *scores;      // (128)
-    Softmax *part;      // (vectors)
-    Softmax *total;     // (vectors)
-    float *part_acc;    // (vectors, dv)
-    float *total_acc;   // (vectors, dv)
+    float *scores;    // (128)
+    Softmax *part;    // (vectors)
+    Softmax *total;   // (vectors)
+    float *part_acc;  // (vectors, dv)
+    float *total_acc; // (vectors, dv)
   };
 
   size_t partial_floats() const { return size_t(vectors_) * (dv_ + 2); }
@@ -266,8 +271,8 @@ private:
         float *total_state = partial(first[b], head); // folds in place into the first
         for (uint32_t s = first[b] + 1; s < first[b + 1]; ++s) {
           float *part = partial(s, head);
-          fold(reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_,
-               reinterpret_cast<Softmax *>(part), part + 2 * vectors_, blocks[b].count * group_, false);
+          fold(reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_, reinterpret_cast<Softmax *>(part),
+               part + 2 * vectors_, blocks[b].count * group_, false);
         }
         write(blocks[b], head, reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_);
       }

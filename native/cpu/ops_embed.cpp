@@ -17,8 +17,8 @@ public:
         const apu_row &row = run.step.rows[t];
         int32_t token = row.token >= 0 ? row.token : run.sampled[row.previous];
         if (token < 0) {
-          run.fail(t, APU_E_INVALID,
-                   "row %u takes the token of output %d of the step before, which ended without one", t, row.previous);
+          run.fail(t, APU_E_INVALID, "row %u takes the token of output %d of the step before, which ended without one",
+                   t, row.previous);
           break;
         }
         float *out = out_ + size_t(t) * d_;

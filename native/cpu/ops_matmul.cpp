@@ -14,19 +14,19 @@
 namespace apu::cpu {
 namespace {
 
-constexpr uint32_t kMany = 8;           // rows from which units are wide
-constexpr uint32_t kNarrowUnit = 8;     // matrix rows
+constexpr uint32_t kMany = 8;       // rows from which units are wide
+constexpr uint32_t kNarrowUnit = 8; // matrix rows
 constexpr uint32_t kWideUnit = 32;
 constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at once: a microsecond of reading
 constexpr uint32_t kMaxChunkRows = 256;
-constexpr uint32_t kMaxTile = 512;      // input rows computed in one call
+constexpr uint32_t kMaxTile = 512; // input rows computed in one call
 constexpr size_t kTileFloats = size_t(kMaxTile) * kWideUnit;
 static_assert(kTileFloats >= size_t(kMany) * kMaxChunkRows);
 
 struct Side {
-  const Tensor *w = nullptr; // (N, K)
+  const Tensor *w = nullptr;   // (N, K)
   const float *bias = nullptr; // (N) or null
-  float *out = nullptr;      // (T, N)
+  float *out = nullptr;        // (T, N)
   uint32_t n = 0;
   bool quantized = false;
 };
@@ -59,17 +59,17 @@ public:
     Workspace &ws = b.workspace;
     ws.act_bytes = std::max(ws.act_bytes, any_quantized_ ? layout_.bytes(rows) : 0);
     ws.normed_bytes = std::max(ws.normed_bytes, any_float_ && norm_ ? rows * k_ * sizeof(float) : 0);
-    ws.worker_bytes = std::max(ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) +
-                                                    layout_.bytes(kRedundantRows) +
-                                                    2 * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
+    ws.worker_bytes =
+        std::max(ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) + layout_.bytes(kRedundantRows) +
+                                      2 * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
     uint32_t rows = run.rows(in_tensor_);
     if (rows == 0) return;
     Bump scratch = run.scratch(worker);
-    Call c{run, scratch.take<float>(kTileFloats), scratch.take<float>(kTileFloats), scratch.bytes(work_bytes_),
-           in_, {}, rows};
+    Call c{run, scratch.take<float>(kTileFloats), scratch.take<float>(kTileFloats), scratch.bytes(work_bytes_), in_, {},
+           rows};
     prepare(worker, run, scratch, c);
     uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit;
     uint32_t first[5] = {}; // unit at which each matrix begins
@@ -101,7 +101,7 @@ public:
 private:
   struct Call { // one worker's view of a run
     Run &run;
-    float *tile;  // (rows, units' rows)
+    float *tile; // (rows, units' rows)
     float *tile2;
     void *work;
     const float *x; // (T, K)

@@ -1,8 +1,8 @@
 // ROPE_STORE: per-head norm and rotary embedding of q and k, and k and v into their pages, in one pass over the rows.
 //
 // Angles are position * frequency in double, their cos and sin rounded once; they are computed once per step for all
-// layers that rotate alike. YaRN (arXiv 2309.00071) interpolates the frequencies of the dimensions that turn rarely over
-// the original context and keeps those that turn often.
+// layers that rotate alike. YaRN (arXiv 2309.00071) interpolates the frequencies of the dimensions that turn rarely
+// over the original context and keeps those that turn often.
 #include "cpu/ops.h"
 
 #include <cmath>
@@ -74,9 +74,9 @@ public:
   RopeStore(Builder &b, const apu_op &op)
       : k_state_(b.info().states[size_t(op.state[0])]), v_state_(b.info().states[size_t(op.state[1])]),
         q_(b.scratch(op.in[0])), k_(b.scratch(op.in[1])), v_(b.scratch(op.in[2])), q_norm_(b.vector(op.w[0])),
-        k_norm_(b.vector(op.w[1])), eps_(op.f[0]), halves_(op.i[1] == APU_ROPE_HALVES),
-        pairs_(uint32_t(op.i[0]) / 2), d_(k_state_.d.head_size), dv_(v_state_.d.head_size),
-        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), kv_heads_(k_state_.d.heads) {
+        k_norm_(b.vector(op.w[1])), eps_(op.f[0]), halves_(op.i[1] == APU_ROPE_HALVES), pairs_(uint32_t(op.i[0]) / 2),
+        d_(k_state_.d.head_size), dv_(v_state_.d.head_size), heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)),
+        kv_heads_(k_state_.d.heads) {
     if (pairs_) table_ = b.rope(op);
     b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, aligned(d_ * sizeof(float)));
   }
@@ -120,7 +120,8 @@ private:
     const apu_row &row = run.step.rows[t];
     uint64_t page = run.step.page_table(row.sequence, state.d.group)[row.position / kPageTokens];
     uint64_t element = (uint64_t(head) * kPageTokens + row.position % kPageTokens) * n;
-    uint8_t *to = reinterpret_cast<uint8_t *>(state.d.address + page * state.d.page_bytes + element * state.element_bytes);
+    uint8_t *to =
+        reinterpret_cast<uint8_t *>(state.d.address + page * state.d.page_bytes + element * state.element_bytes);
     if (state.d.dtype == APU_F16)
       run.kernels->f32_to_f16(x, reinterpret_cast<uint16_t *>(to), n);
     else

@@ -1,9 +1,9 @@
 // SAMPLE: a token, log-probabilities or the logits themselves for every output, one worker an output.
 //
-// Penalties, bias and mask act on a copy of the logits; then temperature, top_k, top_p and min_p. Each of the three cuts
-// keeps a prefix of the tokens in descending order, found without sorting the vocabulary: a heap for a small top_k, a
-// histogram of the weights for top_p. What is left is drawn in the order of token ids, from one random number that is
-// a function of (seed, position, draw): the same on every device, whatever else is sampled beside it.
+// Penalties, bias and mask act on a copy of the logits; then temperature, top_k, top_p and min_p. Each of the three
+// cuts keeps a prefix of the tokens in descending order, found without sorting the vocabulary: a heap for a small
+// top_k, a histogram of the weights for top_p. What is left is drawn in the order of token ids, from one random number
+// that is a function of (seed, position, draw): the same on every device, whatever else is sampled beside it.
 #include "cpu/ops.h"
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace apu::cpu {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr uint32_t kHeapMost = 1024; // entries up to which a heap beats a partial sort
+constexpr uint32_t kHeapMost = 1024;                   // entries up to which a heap beats a partial sort
 constexpr uint32_t kBuckets = (0x3f800000u >> 16) + 1; // by the upper half of a weight's bits, weights being 0 to 1
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); uniform in [0, 1), 53 bits.
@@ -60,7 +60,8 @@ void select_top(const float *x, uint32_t size, uint32_t n, uint32_t *ids) {
 class Sample final : public Op {
 public:
   Sample(Builder &b, const apu_op &op) : logits_(b.scratch(op.in[0])), v_(b.info().vocabulary) {
-    size_t bytes = 2 * aligned(v_ * sizeof(float)) + aligned(v_ * sizeof(uint32_t)) + aligned(kBuckets * sizeof(double));
+    size_t bytes =
+        2 * aligned(v_ * sizeof(float)) + aligned(v_ * sizeof(uint32_t)) + aligned(kBuckets * sizeof(double));
     b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, bytes);
   }
 
@@ -82,10 +83,10 @@ public:
 private:
   struct Call { // one worker's buffers
     Run &run;
-    float *adjusted;  // (V)
-    float *weights;   // (V)
-    uint32_t *ids;    // (V)
-    double *buckets;  // (kBuckets)
+    float *adjusted; // (V)
+    float *weights;  // (V)
+    uint32_t *ids;   // (V)
+    double *buckets; // (kBuckets)
   };
 
   void output(const Call &c, uint32_t index) const {
@@ -100,8 +101,9 @@ private:
     for (uint32_t i = 0; i < v_; ++i) bad |= !(x[i] <= std::numeric_limits<float>::max());
     float max = kernels.max(x, v_);
     if (bad || max == -kInfinity) {
-      c.run.fail(index, APU_E_DEVICE, "output %u (row %u): its logits hold NaN or infinity: the weights or the cache are "
-                                      "damaged, or the model overflows in this precision",
+      c.run.fail(index, APU_E_DEVICE,
+                 "output %u (row %u): its logits hold NaN or infinity: the weights or the cache are "
+                 "damaged, or the model overflows in this precision",
                  index, o.row);
       return;
     }
@@ -124,8 +126,8 @@ private:
       c.run.fail(index, APU_E_INVALID, "output %u (row %u): every token is excluded by its mask or bias", index, o.row);
       return;
     }
-    uint32_t token = o.temperature == 0 ? uint32_t(std::find(adjusted, adjusted + v_, max) - adjusted)
-                                        : draw(c, o, adjusted, max);
+    uint32_t token =
+        o.temperature == 0 ? uint32_t(std::find(adjusted, adjusted + v_, max) - adjusted) : draw(c, o, adjusted, max);
     c.run.sampled[index] = *o.token = int32_t(token);
     if (o.logprob) *o.logprob = float(x[token] - normalizer);
   }

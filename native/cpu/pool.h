@@ -3,7 +3,8 @@
 // A job is entered by its first `workers` threads at once; inside, they meet at barriers and divide units of work with
 // Split. Waiting is a bounded spin (a step has hundreds of barriers a few microseconds apart) and then a futex, so that
 // an idle pool costs nothing and a busy neighbour costs its share of a core and no more. Split gives every worker its
-// own contiguous range first, which keeps a matrix streaming, and lets whoever is done take from the end of the others'.
+// own contiguous range first, which keeps a matrix streaming, and lets whoever is done take from the end of the
+// others'.
 #pragma once
 
 #include <atomic>

@@ -92,7 +92,8 @@ apu_status build(apu_plan &plan) {
   auto paged = [](size_t n) { return (n + kPage - 1) / kPage * kPage; };
   ws.worker_bytes = paged(ws.worker_bytes);
   size_t ropes = 0;
-  for (const RopeTable &r : ws.ropes) ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));
+  for (const RopeTable &r : ws.ropes)
+    ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));
   size_t total = paged(ws.act_bytes) + paged(ws.normed_bytes) + paged(ws.partial_bytes) + paged(ropes) +
                  ws.worker_bytes * plan.device->pool.size();
   if (apu_status s = map_memory(std::max(total, kPage), plan.work_memory, "workspace"); s != APU_OK) return s;

@@ -112,7 +112,8 @@ namespace {
 
 // Everything of a submission that does not touch the queue.
 apu_status prepare(apu_plan &plan, const apu_step &step, uint32_t first, uint32_t last, Submission &s) {
-  if (apu_status status = copy_step(plan.info, plan.previous, step, plan.marks, s.step); status != APU_OK) return status;
+  if (apu_status status = copy_step(plan.info, plan.previous, step, plan.marks, s.step); status != APU_OK)
+    return status;
   s.reset();
   s.kernels = plan.device->kernels;
   s.workspace = &plan.workspace;

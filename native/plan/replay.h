@@ -12,7 +12,7 @@
 #include <mutex>
 
 struct apu_event {
-  std::atomic<uint32_t> ended{0}; // futex
+  std::atomic<uint32_t> ended{0};  // futex
   std::atomic<uint32_t> owners{2}; // the caller and the submission
   apu_status status = APU_OK;
   char text[apu::kErrorBytes] = "";
@@ -59,7 +59,7 @@ struct apu_plan {
   apu_device *device = nullptr;
   apu::PlanInfo info;
   std::vector<std::unique_ptr<apu::cpu::Op>> ops;
-  std::vector<int32_t> op_rope; // RopeTable of each op, or -1
+  std::vector<int32_t> op_rope;                  // RopeTable of each op, or -1
   std::vector<std::unique_ptr<float[]>> vectors; // float32 copies of norm weights that cannot be read in place
   apu::cpu::Workspace workspace;
   uint8_t *memory = nullptr; // the arena
@@ -79,7 +79,7 @@ struct apu_plan {
   std::vector<apu::Submission *> idle;
   uint32_t pending = 0;
   uint64_t next_id = 1;
-  uint32_t rows = 0, outputs = 0; // of the last submission
+  uint32_t rows = 0, outputs = 0;    // of the last submission
   std::vector<uint64_t> nanoseconds; // (op_count), written by the workers while something is pending
   std::atomic<bool> profiling{false};
   std::atomic<uint64_t> cancelled{0}; // submissions up to this id

@@ -28,8 +28,8 @@ apu_status check_bytes(const char *call, const apu_plan &plan, uint32_t group, c
   for (uint32_t i : plan.info.groups[group].states) need += plan.info.states[i].unit_bytes();
   if (!buffer) return fail(APU_E_INVALID, "%s: the buffer must not be NULL", call);
   if (bytes != need)
-    return fail(APU_E_INVALID, "%s: expected %llu bytes for group %u, found %llu", call, (unsigned long long)need, group,
-                (unsigned long long)bytes);
+    return fail(APU_E_INVALID, "%s: expected %llu bytes for group %u, found %llu", call, (unsigned long long)need,
+                group, (unsigned long long)bytes);
   return APU_OK;
 }
 

@@ -88,8 +88,9 @@ apu_status check_slots(const PlanInfo &plan, const apu_step &step, PageMarks &ma
       const apu_sequence &q = step.sequences[s];
       auto [first, last] = page_range(group, step, q);
       if (last >= slot.page_count)
-        return fail(APU_E_INVALID, "step: sequence %u reaches position %u, but its table of group %u has %u pages: expected %u",
-                    s, step.rows[q.row_begin + q.row_count - 1].position, g, slot.page_count, last + 1);
+        return fail(APU_E_INVALID,
+                    "step: sequence %u reaches position %u, but its table of group %u has %u pages: expected %u", s,
+                    step.rows[q.row_begin + q.row_count - 1].position, g, slot.page_count, last + 1);
       const uint32_t *table = step.pages + slot.page_begin;
       for (uint32_t p = first; p <= last; ++p) {
         if (table[p] == APU_NO_PAGE)
@@ -109,7 +110,8 @@ apu_status check_slots(const PlanInfo &plan, const apu_step &step, PageMarks &ma
       const apu_slot &slot = step.slots[size_t(s) * groups + g];
       uint32_t single = slot.read_slot;
       const uint32_t *table = group.kind == APU_STATE_FIXED ? &single : step.pages + slot.page_begin;
-      auto [first, last] = group.kind == APU_STATE_FIXED ? std::pair(0u, 0u) : page_range(group, step, step.sequences[s]);
+      auto [first, last] =
+          group.kind == APU_STATE_FIXED ? std::pair(0u, 0u) : page_range(group, step, step.sequences[s]);
       for (uint32_t p = first; p <= last; ++p)
         if (mark[table[p]].step == marks.step && mark[table[p]].sequence != s)
           return fail(APU_E_INVALID, "step: sequence %u reads %s %u of group %u, which sequence %u writes", s,

@@ -80,8 +80,8 @@ public:
   apu_status same_rows(const char *side, int i, int32_t id, const Tensor &like) const {
     const Tensor &t = *info_.tensor(id);
     if (t.d.rows != like.d.rows || t.rows != like.rows)
-      return bad("%s%d \"%s\" %s: its rows differ from those of \"%s\" %s", side, i, t.name.c_str(),
-                 dims(t.d).c_str(), like.name.c_str(), dims(like.d).c_str());
+      return bad("%s%d \"%s\" %s: its rows differ from those of \"%s\" %s", side, i, t.name.c_str(), dims(t.d).c_str(),
+                 like.name.c_str(), dims(like.d).c_str());
     return APU_OK;
   }
 
@@ -377,8 +377,8 @@ apu_status check_segments(const apu_plan_desc &desc, const apu_plane &plane, Ten
   for (uint32_t i = 0; i < plane.segment_count; ++i) {
     const apu_segment &s = desc.segments[plane.segment_begin + i];
     if (s.row_begin != next)
-      return fail(APU_E_INVALID, "tensor \"%s\": segment %u begins at row %llu, expected %llu: segments must adjoin", name,
-                  i, u64(s.row_begin), u64(next));
+      return fail(APU_E_INVALID, "tensor \"%s\": segment %u begins at row %llu, expected %llu: segments must adjoin",
+                  name, i, u64(s.row_begin), u64(next));
     if (s.row_count == 0 || s.row_count > t.rows - next)
       return fail(APU_E_INVALID, "tensor \"%s\": segment %u has %llu rows, expected 1 to %llu", name, i,
                   u64(s.row_count), u64(t.rows - next));
@@ -513,12 +513,16 @@ apu_status describe(const apu_plan_desc &desc, PlanInfo &out) {
     const void *pointer;
     uint64_t count;
   } arrays[] = {
-      {"tensors", desc.tensors, desc.tensor_count}, {"planes", desc.planes, desc.plane_count},
-      {"segments", desc.segments, desc.segment_count}, {"states", desc.states, desc.state_count},
-      {"ops", desc.ops, desc.op_count}, {"names", desc.names, desc.names_bytes},
+      {"tensors", desc.tensors, desc.tensor_count},
+      {"planes", desc.planes, desc.plane_count},
+      {"segments", desc.segments, desc.segment_count},
+      {"states", desc.states, desc.state_count},
+      {"ops", desc.ops, desc.op_count},
+      {"names", desc.names, desc.names_bytes},
   };
   for (auto &a : arrays)
-    if (a.count && !a.pointer) return fail(APU_E_INVALID, "plan: %s is NULL, but its count is %llu", a.name, u64(a.count));
+    if (a.count && !a.pointer)
+      return fail(APU_E_INVALID, "plan: %s is NULL, but its count is %llu", a.name, u64(a.count));
   if (desc.names_bytes && desc.names[desc.names_bytes - 1] != 0)
     return fail(APU_E_INVALID, "plan: names does not end in NUL");
   if (desc.max_rows == 0 || desc.max_rows > kMaxRows)

@@ -41,56 +41,122 @@ class Rig:
     arena: int = 0
     keep: list[Any] = field(default_factory=list)
 
-    def weight(self, name: str, data: Array, *, dtype: int | None = None, shape: tuple[int, ...] = (), cuts: int = 1) -> int:
+    def weight(
+        self, name: str, data: Array, *, dtype: int | None = None, shape: tuple[int, ...] = (), cuts: int = 1
+    ) -> int:
         """A weight read from `data` in place; in `cuts` segments. Quantised: bytes (N, row bytes), dtype and shape."""
         assert data.flags.c_contiguous
         shape = shape or data.shape
         count = int(np.prod(shape[:-1]))
         row_bytes = data.nbytes // count
         begins = [count * i // cuts for i in range(cuts)]
-        plane = {"kind": lib.APU_PLANE_DATA, "dtype": DTYPES[data.dtype] if dtype is None else dtype,
-                 "segment_begin": len(self.segments), "segment_count": cuts}  # fmt: skip
+        plane = {
+            "kind": lib.APU_PLANE_DATA,
+            "dtype": DTYPES[data.dtype] if dtype is None else dtype,
+            "segment_begin": len(self.segments),
+            "segment_count": cuts,
+        }
         for begin, end in zip(begins, [*begins[1:], count], strict=True):
-            self.segments.append({"address": data.ctypes.data + begin * row_bytes, "row_begin": begin,
-                                  "row_count": end - begin, "row_stride": row_bytes, "padding": 0})  # fmt: skip
+            self.segments.append(
+                {
+                    "address": data.ctypes.data + begin * row_bytes,
+                    "row_begin": begin,
+                    "row_count": end - begin,
+                    "row_stride": row_bytes,
+                    "padding": 0,
+                }
+            )
         self.planes.append(plane)
         self.keep.append(data)
-        self.tensors.append({"kind": lib.APU_TENSOR_WEIGHT, "dtype": plane["dtype"], "rows": lib.APU_ROWS_FIXED,
-                             "shape": shape, "plane_begin": len(self.planes) - 1, "plane_count": 1, "offset": 0,
-                             "name": name})  # fmt: skip
+        self.tensors.append(
+            {
+                "kind": lib.APU_TENSOR_WEIGHT,
+                "dtype": plane["dtype"],
+                "rows": lib.APU_ROWS_FIXED,
+                "shape": shape,
+                "plane_begin": len(self.planes) - 1,
+                "plane_count": 1,
+                "offset": 0,
+                "name": name,
+            }
+        )
         return len(self.tensors) - 1
 
     def scratch(self, name: str, inner: int | tuple[int, ...], rows: int = STEP) -> int:
         shape = (self.rows if rows == STEP else self.outputs, *((inner,) if isinstance(inner, int) else inner))
-        self.tensors.append({"kind": lib.APU_TENSOR_SCRATCH, "dtype": lib.APU_F32, "rows": rows, "shape": shape,
-                             "plane_begin": 0, "plane_count": 0, "offset": self.arena, "name": name})  # fmt: skip
+        self.tensors.append(
+            {
+                "kind": lib.APU_TENSOR_SCRATCH,
+                "dtype": lib.APU_F32,
+                "rows": rows,
+                "shape": shape,
+                "plane_begin": 0,
+                "plane_count": 0,
+                "offset": self.arena,
+                "name": name,
+            }
+        )
         self.arena += -(-int(np.prod(shape)) * 4 // 64) * 64
         return len(self.tensors) - 1
 
-    def state(self, name: str, heads: int, size: int, pages: int, *, dtype: Any = np.float32, window: int = 0,
-              group: int = 0) -> int:  # fmt: skip
+    def state(
+        self, name: str, heads: int, size: int, pages: int, *, dtype: Any = np.float32, window: int = 0, group: int = 0
+    ) -> int:
         """A paged state; its memory is `memory(id)`, (pages, heads, 128, size), poisoned with NaN."""
         data = np.full((pages, heads, PAGE_TOKENS, size), np.nan, dtype)
         self.keep.append(data)
         self.groups = max(self.groups, group + 1)
-        self.states.append({"kind": lib.APU_STATE_PAGED, "dtype": DTYPES[data.dtype], "layer": 0, "group": group,
-                            "rows_per_page": PAGE_TOKENS, "window": window, "heads": heads, "head_size": size,
-                            "address": data.ctypes.data, "page_bytes": data[0].nbytes, "page_count": pages,
-                            "versions": 1, "name": name, "data": data})  # fmt: skip
+        self.states.append(
+            {
+                "kind": lib.APU_STATE_PAGED,
+                "dtype": DTYPES[data.dtype],
+                "layer": 0,
+                "group": group,
+                "rows_per_page": PAGE_TOKENS,
+                "window": window,
+                "heads": heads,
+                "head_size": size,
+                "address": data.ctypes.data,
+                "page_bytes": data[0].nbytes,
+                "page_count": pages,
+                "versions": 1,
+                "name": name,
+                "data": data,
+            }
+        )
         return len(self.states) - 1
 
     def memory(self, state: int) -> Array:
         out: Array = self.states[state]["data"]
         return out
 
-    def op(self, kind: int, *, ins: Sequence[int] = (), outs: Sequence[int] = (), weights: Sequence[int] = (),
-           states: Sequence[int] = (), ints: Sequence[int] = (), floats: Sequence[float] = (), layer: int = -1) -> None:  # fmt: skip
+    def op(
+        self,
+        kind: int,
+        *,
+        ins: Sequence[int] = (),
+        outs: Sequence[int] = (),
+        weights: Sequence[int] = (),
+        states: Sequence[int] = (),
+        ints: Sequence[int] = (),
+        floats: Sequence[float] = (),
+        layer: int = -1,
+    ) -> None:
         def pad(values: Sequence[Any], size: int, blank: Any) -> list[Any]:
             return [*values, *[blank] * (size - len(values))]
 
-        self.ops.append({"kind": kind, "layer": layer, "in": pad(ins, 4, NONE), "out": pad(outs, 4, NONE),
-                         "w": pad(weights, 10, NONE), "state": pad(states, 4, NONE), "i": pad(ints, 8, 0),
-                         "f": pad(floats, 8, 0.0)})  # fmt: skip
+        self.ops.append(
+            {
+                "kind": kind,
+                "layer": layer,
+                "in": pad(ins, 4, NONE),
+                "out": pad(outs, 4, NONE),
+                "w": pad(weights, 10, NONE),
+                "state": pad(states, 4, NONE),
+                "i": pad(ints, 8, 0),
+                "f": pad(floats, 8, 0.0),
+            }
+        )
 
     def input(self, x: Array, name: str = "x") -> int:
         """Scratch whose row for token t is x[t]; x is (vocabulary, D)."""
@@ -140,18 +206,33 @@ class Plan:
         arrays = {
             plural: ffi.new(f"apu_{kind}[]", [resolve(item) for item in items])
             for kind, plural, items in (
-                ("tensor", "tensors", rig.tensors), ("plane", "planes", rig.planes), ("segment", "segments", rig.segments),
-                ("state", "states", rig.states), ("op", "ops", rig.ops),
-            )  # fmt: skip
+                ("tensor", "tensors", rig.tensors),
+                ("plane", "planes", rig.planes),
+                ("segment", "segments", rig.segments),
+                ("state", "states", rig.states),
+                ("op", "ops", rig.ops),
+            )
         }
         text = ffi.new("char[]", bytes(names))
         fields = {
-            **arrays, "names": text, "names_bytes": len(names), "tensor_count": len(rig.tensors),
-            "plane_count": len(rig.planes), "segment_count": len(rig.segments), "state_count": len(rig.states),
-            "op_count": len(rig.ops), "group_count": rig.groups, "arena_bytes": rig.arena, "max_rows": rig.rows,
-            "max_sequences": rig.sequences, "max_outputs": rig.outputs, "vocabulary": rig.vocabulary,
-            "max_positions": rig.positions, "reserved": 0, **rig.limits,
-        }  # fmt: skip
+            **arrays,
+            "names": text,
+            "names_bytes": len(names),
+            "tensor_count": len(rig.tensors),
+            "plane_count": len(rig.planes),
+            "segment_count": len(rig.segments),
+            "state_count": len(rig.states),
+            "op_count": len(rig.ops),
+            "group_count": rig.groups,
+            "arena_bytes": rig.arena,
+            "max_rows": rig.rows,
+            "max_sequences": rig.sequences,
+            "max_outputs": rig.outputs,
+            "vocabulary": rig.vocabulary,
+            "max_positions": rig.positions,
+            "reserved": 0,
+            **rig.limits,
+        }
         out = ffi.new("apu_plan **")
         check(lib.apu_plan_create(device.handle, ffi.new("apu_plan_desc *", fields), out))
         self.handle = out[0]
@@ -179,8 +260,18 @@ class Plan:
         return out
 
 
-SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
-            "frequency_penalty": 0.0, "presence_penalty": 0.0, "seed": 0, "draw": 0, "top_n": 0}  # fmt: skip
+SAMPLING = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repeat_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "seed": 0,
+    "draw": 0,
+    "top_n": 0,
+}
 
 
 class Step:
@@ -196,25 +287,43 @@ class Step:
         self.results: list[dict[str, Array]] = []
         self._keep: list[Any] = []
 
-    def sequence(self, tokens: Sequence[int], position: int = 0, tables: Sequence[Sequence[int]] = (),
-                 previous: int = -1) -> Step:  # fmt: skip
+    def sequence(
+        self, tokens: Sequence[int], position: int = 0, tables: Sequence[Sequence[int]] = (), previous: int = -1
+    ) -> Step:
         index, begin = len(self.sequences), len(self.rows)
         for i, token in enumerate(tokens):
             row = {"token": token, "previous": previous, "position": position + i, "sequence": index}
             self.rows.append(row)
         self.sequences.append({"row_begin": begin, "row_count": len(tokens)})
         for table in tables:
-            self.slots.append({"page_begin": len(self.pages), "page_count": len(table), "read_slot": 0, "write_slot": 0})
+            self.slots.append(
+                {"page_begin": len(self.pages), "page_count": len(table), "read_slot": 0, "write_slot": 0}
+            )
             self.pages += table
         return self
 
-    def output(self, row: int, want: int = lib.APU_OUT_SAMPLE, *, vocabulary: int = 0, history: dict[int, int] | None = None,
-               bias: dict[int, float] | None = None, mask: Array | None = None, hidden: int = 0, **sampling: Any) -> dict[str, Array]:  # fmt: skip
+    def output(
+        self,
+        row: int,
+        want: int = lib.APU_OUT_SAMPLE,
+        *,
+        vocabulary: int = 0,
+        history: dict[int, int] | None = None,
+        bias: dict[int, float] | None = None,
+        mask: Array | None = None,
+        hidden: int = 0,
+        **sampling: Any,
+    ) -> dict[str, Array]:
         """Adds an output and returns the arrays its results go to. `mask` is (V) bool."""
         n = sampling.get("top_n", 0)
-        result = {"token": np.full(1, -7, np.int32), "logprob": np.zeros(1, np.float32), "top_ids": np.zeros(n, np.int32),
-                  "top_logprobs": np.zeros(n, np.float32), "logits": np.zeros(vocabulary, np.float32),
-                  "hidden": np.zeros(hidden, np.float32)}  # fmt: skip
+        result = {
+            "token": np.full(1, -7, np.int32),
+            "logprob": np.zeros(1, np.float32),
+            "top_ids": np.zeros(n, np.int32),
+            "top_logprobs": np.zeros(n, np.float32),
+            "logits": np.zeros(vocabulary, np.float32),
+            "hidden": np.zeros(hidden, np.float32),
+        }
         fields = {**SAMPLING, "row": row, "want": want, **sampling}
         inputs = {
             "history_ids": np.array(list(history or {}), np.int32),
@@ -239,14 +348,24 @@ class Step:
         arrays = {
             name: ffi.new(f"{kind}[]", items)
             for name, kind, items in (
-                ("rows", "apu_row", self.rows), ("sequences", "apu_sequence", self.sequences),
-                ("slots", "apu_slot", self.slots), ("pages", "uint32_t", self.pages),
+                ("rows", "apu_row", self.rows),
+                ("sequences", "apu_sequence", self.sequences),
+                ("slots", "apu_slot", self.slots),
+                ("pages", "uint32_t", self.pages),
                 ("outputs", "apu_output", self.outputs),
-            )  # fmt: skip
+            )
         }
         self._keep.append(arrays)
-        return ffi.new("apu_step *", {**arrays, "row_count": len(self.rows), "sequence_count": len(self.sequences),
-                                      "page_count": len(self.pages), "output_count": len(self.outputs)})  # fmt: skip
+        return ffi.new(
+            "apu_step *",
+            {
+                **arrays,
+                "row_count": len(self.rows),
+                "sequence_count": len(self.sequences),
+                "page_count": len(self.pages),
+                "output_count": len(self.outputs),
+            },
+        )
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
@@ -256,4 +375,4 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     return out if weight is None else out * weight.astype(np.float64)
 
 
-__all__ = ["NO_PAGE", "NONE", "OUTPUT", "PAGE_TOKENS", "STEP", "Plan", "Rig", "Step", "rms_norm"]
+__all__ = ["NONE", "NO_PAGE", "OUTPUT", "PAGE_TOKENS", "STEP", "Plan", "Rig", "Step", "rms_norm"]

@@ -69,7 +69,11 @@ def test_matmul_several(workers: Device, rows: int, norm: bool) -> None:
     """Three matrices of odd sizes and cuts over one input: bias, soft cap and residual on the first, two dtypes."""
     k, sizes = 320, (70, 33, 200)
     x, r = random(64, k), random(64, sizes[0], seed=2)
-    matrices = [random(sizes[0], k, seed=3), random(sizes[1], k, seed=4).astype(np.float16), random(sizes[2], k, seed=5)]
+    matrices = [
+        random(sizes[0], k, seed=3),
+        random(sizes[1], k, seed=4).astype(np.float16),
+        random(sizes[2], k, seed=5),
+    ]
     biases = [random(sizes[0], seed=6), None, random(sizes[2], seed=7).astype(np.float16)]
     weight = random(k, seed=8)
     rig = Rig(rows=40)
@@ -206,7 +210,8 @@ def rotate(x: F64, positions: NDArray[np.int64], frequency: F64, magnitude: floa
     out, pairs = x.copy(), len(frequency)
     angle = positions[:, None, None] * frequency
     c, s = np.cos(angle) * magnitude, np.sin(angle) * magnitude
-    first, second = (slice(0, pairs), slice(pairs, 2 * pairs)) if halves else (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2))
+    first = slice(0, pairs) if halves else slice(0, 2 * pairs, 2)
+    second = slice(pairs, 2 * pairs) if halves else slice(1, 2 * pairs, 2)
     out[..., first] = x[..., first] * c - x[..., second] * s
     out[..., second] = x[..., second] * c + x[..., first] * s
     return out
