@@ -169,12 +169,15 @@ def timing_lines(llm: LLM, completion: Completion) -> str:
     prompt_rate = t.prompt_tokens / t.prompt_seconds if t.prompt_seconds else 0.0
     steps = max(t.generated_tokens - 1, 0)
     rate = steps / t.decode_seconds if t.decode_seconds else 0.0
-    total = sum(seconds for _, seconds in llm.runtime.stages)
+    load = sum(seconds for _, seconds in llm.runtime.stages)
+    total = _since_start(t.decode_seconds)
+    rest = total - load - t.first_token_seconds
     return (
-        f"load {total * 1e3:.0f} ms ({stage_lines(llm.runtime.stages)})\n"
+        f"load {load * 1e3:.0f} ms ({stage_lines(llm.runtime.stages)})\n"
         f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds * 1e3:.0f} ms ({prompt_rate:.1f} tok/s), "
         f"answer {t.generated_tokens} tokens in {t.decode_seconds * 1e3:.0f} ms ({rate:.1f} tok/s)\n"
-        f"process start to first token {_since_start(t.decode_seconds) * 1e3:.0f} ms"
+        f"process start to first token {total * 1e3:.0f} ms: interpreter, imports and template {rest * 1e3:.0f} ms, "
+        f"load {load * 1e3:.0f} ms, queue and prompt {t.first_token_seconds * 1e3:.0f} ms"
     )
 
 

@@ -64,6 +64,7 @@ class PlanRunner:
             history=sequence.history.arrays() if sequence.history is not None else None,
             bias=sequence.bias,
             top_n=top_n,
+            logprob=params.logprobs,
         )
         self._drawn.append((index, top_n, params.logprobs))
 

@@ -160,6 +160,7 @@ class Step:
         bias: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None,
         mask: NDArray[np.uint32] | None = None,
         top_n: int = 0,
+        logprob: bool = True,
         logits: NDArray[np.float32] | None = None,
         hidden: NDArray[np.float32] | None = None,
     ) -> int:
@@ -168,7 +169,8 @@ class Step:
 
         `history` is (distinct ids, counts) for the penalties, `bias` (ids, values), `mask` (ceil(V / 32))
         words in which a set bit allows the token. `logits` (V) and `hidden` (D) are contiguous float32
-        buffers to fill, this step's own when None. `draw` tells apart draws for one position.
+        buffers to fill, this step's own when None. `draw` tells apart draws for one position. Without
+        `logprob` the pass over the vocabulary that the drawn token's log-probability costs is saved.
         """
         index = self._output_count
         if index >= self.limits.max_outputs or top_n > MAX_TOP:
@@ -188,7 +190,7 @@ class Step:
         out.draw = draw
         tokens, logprobs, top_ids, top_logprobs = self._results
         out.token = tokens + index
-        out.logprob = logprobs + index
+        out.logprob = logprobs + index if logprob else ffi.NULL
         out.top_ids = top_ids + index * MAX_TOP
         out.top_logprobs = top_logprobs + index * MAX_TOP
         out.history_count = out.bias_count = 0
