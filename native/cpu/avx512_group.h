@@ -52,9 +52,15 @@ template <class B> APU_INLINE __m512 add_minimum(__m512 wm, __m512 s, __m512 acc
   return Traits<B>::elements == kSuperblock ? _mm512_fnmadd_ps(wm, s, acc) : _mm512_fmadd_ps(wm, s, acc);
 }
 
+// The high nibble of every byte, in one instruction of the ports that shuffles do not need.
+APU_INLINE __m512i high_nibbles(__m512i v) {
+  return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408000000000), 0);
+}
+
 template <class B> struct Group;
 
-// ---- legacy types with nibbles ------------------------------------------------------------------------------------
+// ---- legacy types with nibbles
+//
 // Four blocks (a quad, 72 to 96 bytes) come from one 64-byte load and one of the rest, merged by one byte permute.
 
 template <class B> struct NibbleGroup {
@@ -101,13 +107,21 @@ template <class B> struct NibbleGroup {
   static constexpr Table<int32_t> kSecondOf{[](int i) { return 4 * (i % 4) + 2 * (i / 4 % 2) + 1; }};
 
   template <bool Masked> static APU_INLINE __m512i load_first(const uint8_t *p, const Tail &t, int i) {
-    return Masked ? _mm512_maskz_loadu_epi8(t.first[i], p) : load512(p);
+    return loaded(Masked ? _mm512_maskz_loadu_epi8(t.first[i], p) : load512(p));
   }
   template <bool Masked> static APU_INLINE __m512i load_rest(const uint8_t *p, const Tail &t, int i) {
     if constexpr (Masked) return _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(t.rest[i], p + kSecond));
     if constexpr (kRest == 8) return _mm512_castsi128_si512(_mm_loadu_si64(p + kSecond));
     if constexpr (kRest == 16) return _mm512_castsi128_si512(load128(p + kSecond));
     return _mm512_castsi256_si512(load256(p + kSecond));
+  }
+
+  // The fifth bits of two blocks.
+  static APU_INLINE uint64_t qh_pair(const uint8_t *p) {
+    uint32_t first, second;
+    memcpy(&first, p + sizeof(B) - 20, 4);
+    memcpy(&second, p + 2 * sizeof(B) - 20, 4);
+    return first | uint64_t{second} << 32;
   }
 
   template <bool Masked, int Quads> static APU_INLINE NibbleGroup load(const uint8_t *p, const Tail &t) {
@@ -123,13 +137,23 @@ template <class B> struct NibbleGroup {
       rest[i] = load_rest<Masked>(p + i * kQuad, t, i);
       const __m512i nibbles = _mm512_permutex2var_epi8(first[i], kNibbles, rest[i]);
       __m512i low = _mm512_and_si512(nibbles, low4);
-      __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low4);
+      __m512i high = high_nibbles(nibbles);
       if constexpr (kFive) {
-        const __m512i low_bits = _mm512_permutex2var_epi8(first[i], kHighOfLow, rest[i]);
-        const __m512i high_bits = _mm512_permutex2var_epi8(first[i], kHighOfHigh, rest[i]);
+        __mmask64 low_bits, high_bits;
+        if constexpr (Masked) {
+          const __m512i bytes = _mm512_permutex2var_epi8(first[i], kHighOfLow, rest[i]);
+          const __m512i upper = _mm512_permutex2var_epi8(first[i], kHighOfHigh, rest[i]);
+          low_bits = _mm512_test_epi8_mask(bytes, kBit);
+          high_bits = _mm512_test_epi8_mask(upper, kBit);
+        } else { // the vector ports are the bottleneck: assembled by the scalar ones
+          const uint64_t lows = 0x0000ffff0000ffff;
+          const uint64_t a = qh_pair(p + i * kQuad), b = qh_pair(p + i * kQuad + 2 * sizeof(B));
+          low_bits = _pext_u64(a, lows) | _pext_u64(b, lows) << 32;
+          high_bits = _pext_u64(a, ~lows) | _pext_u64(b, ~lows) << 32;
+        }
         const __m512i sixteen = _mm512_set1_epi8(16);
-        low = _mm512_mask_add_epi8(low, _mm512_test_epi8_mask(low_bits, kBit), low, sixteen);
-        high = _mm512_mask_add_epi8(high, _mm512_test_epi8_mask(high_bits, kBit), high, sixteen);
+        low = _mm512_mask_add_epi8(low, low_bits, low, sixteen);
+        high = _mm512_mask_add_epi8(high, high_bits, high, sixteen);
       }
       g.q[2 * i] = low;
       g.q[2 * i + 1] = high;
@@ -166,7 +190,8 @@ template <> struct Group<Q4_1> : NibbleGroup<Q4_1> {};
 template <> struct Group<Q5_0> : NibbleGroup<Q5_0> {};
 template <> struct Group<Q5_1> : NibbleGroup<Q5_1> {};
 
-// ---- Q8_0 ----------------------------------------------------------------------------------------------------------
+// ---- Q8_0
+//
 // 272 bytes by five consecutive loads; pairs of blocks are cut out of neighbouring loads. Signed weights become
 // unsigned by adding 128, which the correction of 128 * sum(y) takes back.
 
@@ -204,7 +229,7 @@ template <> struct Group<Q8_0> {
       else if constexpr (Masked)
         part[i] = _mm512_maskz_loadu_epi8(t.part[i], p + 64 * i);
       else
-        part[i] = i < 4 ? load512(p + 64 * i) : _mm512_castsi128_si512(load128(p + 64 * i));
+        part[i] = i < 4 ? loaded(load512(p + 64 * i)) : _mm512_castsi128_si512(load128(p + 64 * i));
     }
     for (int i = 0; i < 4; i++) {
       const __m512i pair = _mm512_permutex2var_epi8(part[i], kQ8Pair[i], part[i + 1]);
@@ -228,30 +253,26 @@ template <> struct Group<Q8_0> {
 };
 
 // ---- Q4_K, Q5_K
-// ------------------------------------------------------------------------------------------------------ The header's
-// 16 bytes are spread to 16 dwords (8 scales, 8 minimums), each with its one or two source bytes.
 
-inline constexpr Table<uint8_t> kHeaderBytes{[](int i) {
-  const int k = i / 4, j = k % 8, minimum = k / 8;
-  if (i % 4 == 0) return 4 + (j < 4 ? j + 4 * minimum : j + 4); // all of it, or its low or high nibble
-  return i % 4 == 1 && j >= 4 ? 4 + j - 4 + 4 * minimum : 0;    // bits 6..7 are bits 4..5
-}};
-inline constexpr Table<uint32_t> kHeaderShift{[](int k) { return k >= 12 ? 4 : 0; }};
-inline constexpr Table<uint32_t> kHeaderMask{[](int k) { return k % 8 < 4 ? 63 : 15; }};
-inline constexpr Table<uint32_t> kHeaderHighMask{[](int k) { return k % 8 < 4 ? 0 : 48; }};
-inline constexpr Table<uint16_t> kHeaderHalves{[](int i) { return i / 8 % 2; }};
 inline constexpr Table<int32_t> kPairsFirst{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2); }};
 inline constexpr Table<int32_t> kPairsSecond{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2) + 4; }};
 
-// d * sc in the lower half, dmin * m in the upper.
-APU_INLINE __m512 scales_min_k4(const uint8_t *p) {
-  const __m512i header = _mm512_broadcast_i32x4(load128(p));
-  const __m512i bytes = _mm512_permutexvar_epi8(kHeaderBytes, header);
-  const __m512i low = _mm512_and_si512(_mm512_srlv_epi32(bytes, kHeaderShift), kHeaderMask);
-  const __m512i high = _mm512_srli_epi32(bytes, 10);
-  const __m512i sixes = _mm512_ternarylogic_epi32(low, high, kHeaderHighMask, 0xf8); // low | (high & mask)
-  const __m512i halves = _mm512_permutexvar_epi16(kHeaderHalves, header);
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(sixes), _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+// d * sc and dmin * m of the eight sub-blocks; six-bit fields are unpacked by the scalar ports, which are idle.
+APU_INLINE void scales_min_k4(const uint8_t *p, __m256 &ws, __m256 &wm) {
+  uint64_t both; // bytes 4..11: six bits of scales 0..3 and minimums 0..3, and on top bits 4..5 of 4..7
+  uint32_t last; // bytes 12..15: low nibbles of scales 4..7, high of minimums
+  int32_t halves;
+  memcpy(&halves, p, 4);
+  memcpy(&both, p + 4, 8);
+  memcpy(&last, p + 12, 4);
+  const uint64_t first = both & 0x3f3f3f3f3f3f3f3f;
+  const uint64_t second = ((last | uint64_t{last} << 28) & 0x0f0f0f0f0f0f0f0f) | (both >> 2 & 0x3030303030303030);
+  const uint64_t scales = static_cast<uint32_t>(first) | second << 32, mins = first >> 32 | (second >> 32 << 32);
+  const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128(halves));
+  const __m256i sc = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(scales)));
+  const __m256i m = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(mins)));
+  ws = _mm256_mul_ps(_mm256_cvtepi32_ps(sc), _mm256_broadcastss_ps(d));
+  wm = _mm256_mul_ps(_mm256_cvtepi32_ps(m), _mm256_broadcastss_ps(_mm_movehdup_ps(d)));
 }
 
 // An affine matrix that moves bits `from` (lower 32 bytes of the zmm) and `from_upper` (upper 32) to bit `to`.
@@ -277,22 +298,21 @@ template <class B> struct PairsGroup {
 
   template <bool, int> static APU_INLINE PairsGroup load(const uint8_t *p, const Tail &) {
     PairsGroup g;
-    const __m512 scales = scales_min_k4(p);
-    g.ws = _mm512_castps512_ps256(scales);
-    g.wm = _mm512_extractf32x8_ps(scales, 1);
+    scales_min_k4(p, g.ws, g.wm);
     const __m512i low4 = _mm512_set1_epi8(15);
     const uint8_t *qs = p + sizeof(B) - 128;
     for (int i = 0; i < 2; i++) {
-      const __m512i nibbles = load512(qs + 64 * i);
-      g.q[2 * i] = _mm512_and_si512(nibbles, low4);
-      g.q[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), low4);
-    }
-    if constexpr (kFive) {
-      const __m512i bits = _mm512_broadcast_i64x4(load256(p + 16));
-      g.q[0] = _mm512_or_si512(g.q[0], high_bit<0, 2, 4>(bits));
-      g.q[1] = _mm512_or_si512(g.q[1], high_bit<1, 3, 4>(bits));
-      g.q[2] = _mm512_or_si512(g.q[2], high_bit<4, 6, 4>(bits));
-      g.q[3] = _mm512_or_si512(g.q[3], high_bit<5, 7, 4>(bits));
+      const __m512i nibbles = loaded(load512(qs + 64 * i));
+      if constexpr (!kFive) {
+        g.q[2 * i] = _mm512_and_si512(nibbles, low4);
+        g.q[2 * i + 1] = high_nibbles(nibbles);
+      } else {
+        const __m512i bits = _mm512_broadcast_i64x4(load256(p + 16));
+        const __m512i low_bit = i == 0 ? high_bit<0, 2, 4>(bits) : high_bit<4, 6, 4>(bits);
+        const __m512i high_bit4 = i == 0 ? high_bit<1, 3, 4>(bits) : high_bit<5, 7, 4>(bits);
+        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, low_bit, 0xea); // (a & b) | c
+        g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, high_bit4, 0xea);
+      }
     }
     return g;
   }
@@ -308,8 +328,8 @@ template <> struct Group<Q4_K> : PairsGroup<Q4_K> {};
 template <> struct Group<Q5_K> : PairsGroup<Q5_K> {};
 
 // ---- types with scales per 16: Q6_K, Q3_K, Q2_K
-// ------------------------------------------------------------------------ Sums of four fit 16 bits (4 * 63 * 127 <
-// 2^15), so scales enter through one multiply-add of 16-bit pairs.
+//
+// Sums of four fit 16 bits (4 * 63 * 127 < 2^15), so scales enter through one multiply-add of 16-bit pairs.
 
 template <Order O>
 inline constexpr Table<uint16_t> kHalfScales[2] = {
@@ -383,7 +403,7 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::natural> {
     Group g;
     const __m512i low4 = _mm512_set1_epi8(15);
     for (int i = 0; i < 2; i++) {
-      const __m512i nibbles = load512(p + 64 * i);
+      const __m512i nibbles = loaded(load512(p + 64 * i));
       const __m512i bits = _mm512_broadcast_i64x4(load256(p + 128 + 32 * i));
       g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
       g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
@@ -397,7 +417,7 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::natural> {
 template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
-    const __m512i bits = load512(p + 16), low2 = _mm512_set1_epi8(3);
+    const __m512i bits = loaded(load512(p + 16)), low2 = _mm512_set1_epi8(3);
     g.q[0] = _mm512_and_si512(bits, low2);
     g.q[1] = _mm512_and_si512(_mm512_srli_epi16(bits, 2), low2);
     g.q[2] = _mm512_and_si512(_mm512_srli_epi16(bits, 4), low2);
@@ -414,7 +434,7 @@ template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
 template <> struct Group<Q3_K> : HalvesGroup<Q3_K, Order::split> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
-    const __m512i high = _mm512_broadcast_i64x4(load256(p)), bits = load512(p + 32), low2 = _mm512_set1_epi8(3);
+    const __m512i high = _mm512_broadcast_i64x4(load256(p)), bits = loaded(load512(p + 32)), low2 = _mm512_set1_epi8(3);
     g.q[0] = _mm512_ternarylogic_epi64(bits, low2, high_bit<0, 4, 2>(high), 0xea); // (a & b) | c
     g.q[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 2), low2, high_bit<1, 5, 2>(high), 0xea);
     g.q[2] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 4), low2, high_bit<2, 6, 2>(high), 0xea);
