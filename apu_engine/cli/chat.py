@@ -205,20 +205,14 @@ def repl(session: Session) -> int:
     while True:
         try:
             text = _read_message()
-        except EOFError:
-            print(file=sys.stderr)
-            return 0
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            continue
-        if not text.strip():
-            continue
-        try:
             if text.startswith("/"):
                 if command(session, text) == "quit":
                     return 0
-            else:
+            elif text.strip():
                 session.turn(text)
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
         except ApuError as error:
             print(f"error: {error}", file=sys.stderr)
             if session.llm.engine.status().state == "failed":

@@ -272,6 +272,7 @@ def test_ctrl_c_stops_the_answer_not_the_conversation(tiny_llama: TinyModel) -> 
     chat.read_until("e")  # an answer has begun
     chat.process.send_signal(signal.SIGINT)
     chat.read_until("\n> ")
+    time.sleep(0.3)  # readline misses a signal between showing the prompt and waiting for a key
     chat.process.send_signal(signal.SIGINT)  # at the prompt it clears the line
     chat.read_until("> ")
     chat.say("/quit\n")

@@ -75,6 +75,10 @@ class FakeRunner:
             pages = [int(page) for table in tables for page in table if page != NO_PAGE]
             assert len(pages) == len(set(pages)), "two sequences share a page"
             assert all(page < self.groups[group].page_count for page in pages)
+            for chunk, table in zip(chunks, tables, strict=True):
+                window = self.groups[group].window or chunk.start + 1
+                reach = range(max(chunk.start - window + 1, 0), chunk.start + chunk.count)
+                assert NO_PAGE not in {int(table[position // PAGE_TOKENS]) for position in reach}
         self._cancelled.clear()
         self._chunks = list(chunks)
         self.steps.append([(chunk.sequence.job.id, chunk.start, chunk.count) for chunk in chunks])

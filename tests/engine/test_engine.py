@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -244,6 +245,34 @@ def test_cancelling_one_prefill_runs_the_others_again() -> None:
         assert out_a.wait().reason == "length"
     assert out_a.tokens == expected([1, 2, 3], 30)
     assert runner.cancels == 1
+
+
+def test_many_jobs_with_random_cancelling() -> None:
+    """Whatever is cancelled whenever, every job ends once with a prefix of its own tokens, and no page is lost."""
+    random_ = random.Random(5)
+    groups = [Group(0, 40), Group(150, 30)]
+    with engine(FakeRunner(groups, max_rows=24, max_outputs=4), context=600, parallel=4, queue=100) as e:
+        jobs = []
+        for i in range(60):
+            prompt = [random_.randrange(VOCABULARY) for _ in range(random_.choice([1, 5, 40, 300]))]
+            job, out = make_job(prompt, random_.choice([0, 1, 10, 60]), id=str(i))
+            if random_.random() < 0.4:
+                at = random_.randrange(30)
+                out.on_token = lambda count, job=job, at=at: e.cancel(job) if count > at else None
+            e.submit(job)
+            jobs.append((job, out))
+            if random_.random() < 0.3:
+                time.sleep(random_.random() * 0.01)
+                e.cancel(random_.choice(jobs)[0])
+        for job, out in jobs:
+            done = out.wait()
+            assert out.tokens == expected(job.prompt, len(out.tokens))
+            assert done.reason == "length" or job.cancelled
+            if done.reason == "length":
+                assert len(out.tokens) == job.max_tokens
+        eventually(lambda: e.status().running == 0)
+        for group, spec in zip(e._scheduler.pool.groups, groups, strict=True):
+            assert (group.free_count, group.reserved) == (spec.page_count, 0)
 
 
 # ---- the queue
