@@ -8,13 +8,9 @@ namespace apu::cpu {
 
 namespace {
 
-// From how many rows of activations on the many-row kernels win: measured, and free to choose, as both have the
-// same bits.
-constexpr uint32_t kGemmRows = 5;
-
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  if (rows < kGemmRows)
+  if (rows <= avx512::kMatvecRows)
     avx512::matvec(w, a, rows, begin, end, y, y_stride, work);
   else
     avx512::gemm(w, a, rows, begin, end, y, y_stride, work);
