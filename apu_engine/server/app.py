@@ -74,7 +74,7 @@ class Service:
             def on_stage(ended: str) -> None:
                 self.stage, self.progress = STAGES[min(STAGES.index(ended) + 1, len(STAGES) - 1)], None
 
-            llm = LLM.from_config(self.config, on_stage=on_stage, on_progress=on_progress, cancel=cancel)
+            llm = LLM.from_config(self.config, on_stage, on_progress, cancel, for_chat=True)
         self.summary = llm.summary()
         self.llm = llm
 
@@ -184,7 +184,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = {"Allow": http.headers["Allow"]} if "Allow" in http.headers else {}
     except Exception as other:
         error, headers = api_error(other), {}
-    log.info("%s %s: %d %s", request.method, request.path[:80], error.status, error.message)
+    if not error.logged:
+        log.info("%s %s: %d %s", request.method, request.path[:80], error.status, error.message)
     response = error.response(close=request.can_read_body)
     response.headers.update(headers)
     return response

@@ -30,6 +30,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        self.logged = False  # the request has its line in the log
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

@@ -142,6 +142,7 @@ class OpenAI:
                 return await self._stream(request, generation, words, head, usage)
             return await self._whole(generation, words, head)
         except ApiError as error:
+            error.logged = True
             if isinstance(error.__cause__, ContextLengthError):
                 error.param = words.prompt_field
             raise

@@ -39,7 +39,7 @@ class Client:
 
 async def gone(served: Served) -> None:
     """The slot is free within a fraction of a second, and serves the next client."""
-    await eventually(lambda: served.llm.engine.status().running == 0, 0.5)
+    await eventually(lambda: served.llm.engine.status().running == 0, 1)
     served.llm.runner.gate.set()
     status, answer = await served.post(PATH, CHAT)
     assert status == 200 and answer["choices"][0]["message"]["content"] == "Hello, world."
@@ -84,7 +84,7 @@ async def test_in_the_queue(served: Served, streaming: bool) -> None:
     second = await Client.send(served, streaming)
     await eventually(lambda: served.llm.engine.status().waiting == 1)
     second.leave()
-    await eventually(lambda: served.llm.engine._waiting[0][0].cancelled, 0.5)
+    await eventually(lambda: served.llm.engine._waiting[0][0].cancelled, 1)
     served.llm.runner.gate.set()
     assert b"Hello, world." in await first.reader.readuntil(b"}}")
     await served.idle()
@@ -173,6 +173,15 @@ async def test_leaving_is_logged(served: Served, caplog: pytest.LogCaptureFixtur
     assert "10 prompt, 0 cached, 0 generated" in caplog.text
     assert "13 generated" in caplog.text and "first token" in caplog.text
     assert sum(PATH in record.message for record in caplog.records) == 2, "one line a request"
+
+
+async def test_refusals_are_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "apu_engine.server"):
+        await served.refused(PATH, {**CHAT, "n": 2})
+        await served.refused(PATH, {"messages": [{"role": "user", "content": "x" * 300}]})
+        await served.refused("/v1/nothing", {})
+    assert len(caplog.records) == 3, caplog.text
+    assert "400 n: not supported" in caplog.text and "308 prompt" in caplog.text and "404" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["prefill", "queue"])

@@ -41,6 +41,7 @@ class Loader:
         on_stage: Callable[[str], None],
         on_progress: Callable[[Progress], None],
         cancel: threading.Event,
+        for_chat: bool,
     ) -> FakeLLM:
         self.config = config
         for stage in ("tokenizer", "pool", "map"):
