@@ -1,7 +1,6 @@
 // AVX2 level: quantisation of activations, matrices of quantised types, and the level's table.
-// A weight row is read once per eight rows of activations, group by group (avx2_formats.h); for many rows the matrix is
-// walked in tiles that stay in L2 while all activations pass. One row reads its weights from memory once, in order:
-// at that point the kernels are to be no slower than a plain read.
+// Few rows read a matrix once from memory, in order, group by group (avx2_formats.h), and are to be no slower than a
+// plain read; many rows are avx2_gemm.cpp's.
 #include "kernels.h"
 
 #if defined(__AVX2__)
@@ -14,8 +13,8 @@ namespace apu::cpu::avx2 {
 
 namespace {
 
-constexpr uint32_t kRows = 8;            // activations that share one pass over a weight row
-constexpr size_t kTileBytes = 128 << 10; // weights that many rows pass over, within L2
+constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
+constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
 constexpr size_t kPrefetchBytes = 2048;
 
 // This level's layout of ActBlocks: in a group of 256 activations, block b's first half at 64 (b % 4) + 16 (b / 4) and
@@ -67,20 +66,15 @@ struct MatmulRows {
 
   template <class Format> void operator()() const {
     const uint32_t blocks = w.k / 32;
-    const size_t fit = kTileBytes / w.row_stride;
-    const uint32_t tile = rows <= kRows || fit >= end - begin ? end - begin : static_cast<uint32_t>(fit ? fit : 1);
-    for (uint32_t n0 = begin; n0 < end; n0 += tile) {
-      const uint32_t n1 = end - n0 < tile ? end : n0 + tile;
-      for (uint32_t t = 0; t < rows; t += kRows) {
-        const uint32_t count = rows - t < kRows ? rows - t : kRows;
-        for (uint32_t n = n0; n < n1; ++n) {
-          const uint8_t *row = w.data + n * w.row_stride;
-          float *out = y + t * y_stride + (n - begin);
-          if (count == 1)
-            *out = dot_one<Format>(row, blocks, act_row(a, t));
-          else
-            dot_some<Format>(row, blocks, a, t, count, out, y_stride);
-        }
+    for (uint32_t t = 0; t < rows; t += kRows) {
+      const uint32_t count = rows - t < kRows ? rows - t : kRows;
+      for (uint32_t n = begin; n < end; ++n) {
+        const uint8_t *row = w.data + n * w.row_stride;
+        float *out = y + t * y_stride + (n - begin);
+        if (count == 1)
+          *out = dot_one<Format>(row, blocks, act_row(a, t));
+        else
+          dot_some<Format>(row, blocks, a, t, count, out, y_stride);
       }
     }
   }
@@ -144,13 +138,16 @@ void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const 
   }
 }
 
-size_t work_bytes(uint32_t k) {
-  return size_t{k} * sizeof(float);
-} // a dequantised row
+size_t work_bytes(uint32_t k) { // panels, or a dequantised row
+  const size_t panels = gemm_work_bytes(k), row = size_t{k} * sizeof(float);
+  return panels > row ? panels : row;
+}
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
-            void *) {
-  with_format(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride});
+            void *work) {
+  const uint32_t middle = rows < kGemmRows ? begin : begin + (end - begin) / 8 * 8;
+  if (middle > begin) gemm(w, a, rows, begin, middle, y, y_stride, work);
+  if (middle < end) with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});
 }
 
 } // namespace apu::cpu::avx2

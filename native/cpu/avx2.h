@@ -1,4 +1,5 @@
-// Functions of the AVX2 level, one group a file: matrices of quantised types (avx2.cpp), of float types and exact
+// Functions of the AVX2 level, one group a file: matrices of quantised types (avx2.cpp for few
+// rows, avx2_gemm.cpp for many), of float types and exact
 // precision (avx2_float.cpp), row helpers (avx2_rows.cpp).
 #pragma once
 
@@ -12,6 +13,10 @@ void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, 
 void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
                   float *y, size_t y_stride, void *work);
 size_t work_bytes(uint32_t k);
+// matmul for many rows; end - begin is a multiple of 8.
+void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
+          void *work);
+size_t gemm_work_bytes(uint32_t k);
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
 
 float dot(const float *a, const float *b, uint32_t n);

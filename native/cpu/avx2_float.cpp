@@ -10,6 +10,7 @@
 #include "../include/apu.h"
 #include "../quant/unpack.h"
 #include "avx2.h"
+#include "avx2_formats.h"
 
 namespace apu::cpu::avx2 {
 
@@ -103,6 +104,48 @@ void matmul_plain(const Matrix &w, const float *x, size_t x_stride, uint32_t row
   }
 }
 
+// `count` blocks of a group: (ws * sc) * q, then the minimum, each rounded, as quant::dequantize_row.
+template <class Format> void dequantize_group(const uint8_t *p, uint32_t count, float *out) {
+  const Format format(p, count);
+  alignas(32) float scale[2][kGroup], add[2][kGroup] = {}; // of first and second halves
+  for (uint32_t h = 0; h < 2; ++h) {
+    const auto half = [h](__m256i pairs) { // int16 pairs to the one of this half, as float
+      return _mm256_cvtepi32_ps(_mm256_srai_epi32(h ? pairs : _mm256_slli_epi32(pairs, 16), 16));
+    };
+    __m256 s = format.d;
+    if constexpr (Format::kHalfScales) s = _mm256_mul_ps(s, half(format.scales));
+    _mm256_store_ps(scale[h], s);
+    if constexpr (Format::kMinimum) _mm256_store_ps(add[h], format.minimum());
+    if constexpr (Format::kHalfMinima)
+      _mm256_store_ps(add[h], _mm256_mul_ps(_mm256_xor_ps(format.m, _mm256_set1_ps(-0.0f)), half(format.minima)));
+  }
+  for (uint32_t b = 0; b < count; ++b) {
+    const Pair pair = Format::pair(p, count, b % 4);
+    for (uint32_t i = 0; i < 4; ++i) { // eight elements each
+      alignas(32) uint8_t bytes[32];
+      _mm256_store_si256(reinterpret_cast<__m256i *>(bytes), i < 2 ? pair.first : pair.second);
+      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes + b / 4 * 16 + i % 2 * 8));
+      const __m256i q = Format::kSigned ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight);
+      const __m256i value = _mm256_sub_epi32(q, _mm256_set1_epi32(Format::kBias ? 1 << Format::kBias : 0));
+      __m256 v = _mm256_mul_ps(_mm256_set1_ps(scale[i / 2][b]), _mm256_cvtepi32_ps(value));
+      if constexpr (Format::kMinimum || Format::kHalfMinima) v = _mm256_add_ps(v, _mm256_set1_ps(add[i / 2][b]));
+      _mm256_storeu_ps(out + 32 * b + 8 * i, v);
+    }
+  }
+}
+
+struct DequantizeRow {
+  const uint8_t *in;
+  uint32_t k;
+  float *out;
+
+  template <class Format> void operator()() const {
+    const uint8_t *p = in;
+    for (uint32_t b = 0; b < k / 32; b += kGroup, p += Format::kGroupBytes)
+      dequantize_group<Format>(p, k / 32 - b < kGroup ? k / 32 - b : kGroup, out + 32 * b);
+  }
+};
+
 } // namespace
 
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
@@ -120,17 +163,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
     for (; i < k; ++i) out[i] = BF16::load1(in + 2 * size_t{i});
     break;
   }
-  case APU_Q4_0: quant::dequantize_row<quant::Q4_0>(in, k, out); break;
-  case APU_Q4_1: quant::dequantize_row<quant::Q4_1>(in, k, out); break;
-  case APU_Q5_0: quant::dequantize_row<quant::Q5_0>(in, k, out); break;
-  case APU_Q5_1: quant::dequantize_row<quant::Q5_1>(in, k, out); break;
-  case APU_Q8_0: quant::dequantize_row<quant::Q8_0>(in, k, out); break;
-  case APU_Q2_K: quant::dequantize_row<quant::Q2_K>(in, k, out); break;
-  case APU_Q3_K: quant::dequantize_row<quant::Q3_K>(in, k, out); break;
-  case APU_Q4_K: quant::dequantize_row<quant::Q4_K>(in, k, out); break;
-  case APU_Q5_K: quant::dequantize_row<quant::Q5_K>(in, k, out); break;
-  case APU_Q6_K: quant::dequantize_row<quant::Q6_K>(in, k, out); break;
-  default: break;
+  default: with_format(dtype, DequantizeRow{in, k, out});
   }
 }
 

@@ -142,6 +142,12 @@ template <class Weights> APU_INLINE __m256i dot_halves(const Weights &w, const _
   return _mm256_add_epi32(even_dwords(sum[0], sum[1]), odd_dwords(sum[0], sum[1]));
 }
 
+// What avx2_gemm.cpp asks of a type; kBits bounds unsigned values, kBias shifts what they are too large by.
+struct FormatDefaults {
+  static constexpr bool kSigned = false, kMinimum = false, kHalfScales = false, kHalfMinima = false;
+  static constexpr int kBias = 0;
+};
+
 APU_INLINE __m256 fma_block(__m256i sum, __m256 scale, const float *d, __m256 acc) {
   return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale, _mm256_loadu_ps(d)), acc);
 }
@@ -217,8 +223,9 @@ APU_INLINE Pair nibble_pair(const uint8_t *p, uint32_t count, uint32_t i) {
   return pair;
 }
 
-template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct SymmetricNibbles { // Q4_0, Q5_0
+template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct SymmetricNibbles : FormatDefaults { // Q4_0, Q5_0
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
+  static constexpr int kBits = kWidth, kBias = kWidth - 1;
   __m256 d;
 
   APU_INLINE SymmetricNibbles(const uint8_t *p, uint32_t count) : d(gather_f16(p, kBlockBytes, count)) {}
@@ -228,16 +235,20 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct SymmetricNib
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    const __m256i bias = _mm256_madd_epi16(load32(a.sums), _mm256_set1_epi16(1 << (kBits - 1)));
+    const __m256i bias = _mm256_madd_epi16(load32(a.sums), _mm256_set1_epi16(1 << kBias));
     return fma_block(_mm256_sub_epi32(dot_narrow<kBits>(w, a.q), bias), d, a.d, acc);
   }
 };
 
-template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct OffsetNibbles { // Q4_1, Q5_1
+template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct OffsetNibbles : FormatDefaults { // Q4_1, Q5_1
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
+  static constexpr int kBits = kWidth;
+  static constexpr bool kMinimum = true;
   __m256 d, m;
 
   APU_INLINE OffsetNibbles(const uint8_t *p, uint32_t count) { gather_f16_pairs(p, kBlockBytes, count, d, m); }
+
+  APU_INLINE __m256 minimum() const { return m; }
 
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
     return nibble_pair<kBlockBytes, kValues, kBits>(p, count, i);
@@ -249,7 +260,9 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kBits> struct OffsetNibble
   }
 };
 
-struct SignedBytes { // Q8_0
+struct SignedBytes : FormatDefaults { // Q8_0
+  static constexpr bool kSigned = true;
+  static constexpr int kBits = 8;
   static constexpr uint32_t kBlockBytes = 34, kGroupBytes = kGroup * kBlockBytes;
   __m256 d;
 
@@ -272,7 +285,9 @@ APU_INLINE __m256i block_bits(const uint8_t *p) {
   return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(load16(p)), _mm256_setr_epi64x(0, 0, 4, 4));
 }
 
-template <int kBits> struct ScaledNibbles { // Q4_K, Q5_K: 6-bit scale and minimum a block, packed in 12 bytes
+template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-bit scale and minimum a block, packed
+  static constexpr int kBits = kWidth;
+  static constexpr bool kMinimum = true;
   static constexpr uint32_t kGroupBytes = kBits == 5 ? 176 : 144;
   __m256 d, m;
 
@@ -284,6 +299,8 @@ template <int kBits> struct ScaledNibbles { // Q4_K, Q5_K: 6-bit scale and minim
     d = _mm256_mul_ps(broadcast_f16(p), widen(scales));
     m = _mm256_mul_ps(broadcast_f16(p + 2), widen(minima));
   }
+
+  APU_INLINE __m256 minimum() const { return _mm256_xor_ps(m, _mm256_set1_ps(-0.0f)); }
 
   static APU_INLINE __m256 widen(uint64_t bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
@@ -306,38 +323,40 @@ template <int kBits> struct ScaledNibbles { // Q4_K, Q5_K: 6-bit scale and minim
   }
 };
 
-// 16 scales as int16: `natural` in block order; `spread` for dot_halves, those of the first halves of blocks 0 and 1
+// 16 scales as int16, in block order, to those of the first halves of blocks 0 and 1
 // (4 and 5), of 2 and 3, then of the second halves, each four times.
-APU_INLINE void spread_scales(__m256i natural, __m256i *spread) {
+APU_INLINE void spread_scales(__m256i scales, __m256i *spread) {
 #pragma GCC unroll 4
   for (uint32_t i = 0; i < 4; ++i) {
     const long long word = 4 * (i % 2) + i / 2;
     const long long first = 0x0100010001000100 + 0x0202020202020202 * word, next = first + 0x0404040404040404;
-    spread[i] = _mm256_shuffle_epi8(natural, _mm256_setr_epi64x(first, next, first, next));
+    spread[i] = _mm256_shuffle_epi8(scales, _mm256_setr_epi64x(first, next, first, next));
   }
 }
 
-// Types with a scale per 16 elements and no minimum; stored values are 2^kBiasBits too large.
-template <int kBiasBits> struct HalfScales {
-  __m256i natural;
+// Types with a scale per 16 elements and no minimum; stored values are 2^kBias too large.
+template <int kWidth> struct ScaledHalves : FormatDefaults {
+  static constexpr bool kHalfScales = true;
+  static constexpr int kBits = kWidth, kBias = kWidth - 1;
+  __m256i scales; // (16) int16
   __m256 d;
 
-  APU_INLINE HalfScales(__m128i scales, const uint8_t *scale)
-      : natural(_mm256_cvtepi8_epi16(scales)), d(broadcast_f16(scale)) {}
+  APU_INLINE ScaledHalves(__m128i integer, const uint8_t *scale)
+      : scales(_mm256_cvtepi8_epi16(integer)), d(broadcast_f16(scale)) {}
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
     __m256i spread[4];
-    spread_scales(natural, spread);
+    spread_scales(scales, spread);
     const __m256i sum = dot_halves(w, spread, a.q);
-    const __m256i bias = _mm256_slli_epi32(_mm256_madd_epi16(natural, load32(a.sums)), kBiasBits);
+    const __m256i bias = _mm256_slli_epi32(_mm256_madd_epi16(scales, load32(a.sums)), kBias);
     return fma_block(_mm256_sub_epi32(sum, bias), d, a.d, acc);
   }
 };
 
-struct SixBits : HalfScales<5> { // Q6_K
+struct SixBits : ScaledHalves<6> { // Q6_K
   static constexpr uint32_t kGroupBytes = 210;
 
-  APU_INLINE SixBits(const uint8_t *p, uint32_t) : HalfScales(load16(p + 192), p + 208) {}
+  APU_INLINE SixBits(const uint8_t *p, uint32_t) : ScaledHalves(load16(p + 192), p + 208) {}
 
   static APU_INLINE __m256i half(const uint8_t *p, uint32_t i, uint32_t offset) {
     const __m256i bytes = load_pair(p + 32 * (i % 2) + offset, 64), high = load_pair(p + 128 + offset, 32);
@@ -353,12 +372,12 @@ APU_INLINE __m256i two_bits(const uint8_t *p, uint32_t i) {
   return _mm256_and_si256(_mm256_srli_epi16(load_pair(p, 32), static_cast<int>(2 * i)), _mm256_set1_epi8(3));
 }
 
-struct ThreeBits : HalfScales<2> { // Q3_K
+struct ThreeBits : ScaledHalves<3> { // Q3_K
   static constexpr uint32_t kGroupBytes = 110;
 
-  APU_INLINE ThreeBits(const uint8_t *p, uint32_t) : HalfScales(scales(p + 96), p + 108) {}
+  APU_INLINE ThreeBits(const uint8_t *p, uint32_t) : ScaledHalves(unpack_scales(p + 96), p + 108) {}
 
-  static APU_INLINE __m128i scales(const uint8_t *p) {
+  static APU_INLINE __m128i unpack_scales(const uint8_t *p) {
     const uint32_t x0 = load_u32(p), x1 = load_u32(p + 4), x2 = load_u32(p + 8);
     const uint32_t low4 = 0x0f0f0f0f, top2 = 0x30303030;
     const __m128i biased = _mm_setr_epi32(
@@ -377,7 +396,9 @@ struct ThreeBits : HalfScales<2> { // Q3_K
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
 };
 
-struct TwoBits { // Q2_K: 4-bit scale and minimum per 16 elements
+struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elements
+  static constexpr bool kHalfScales = true, kHalfMinima = true;
+  static constexpr int kBits = 2;
   static constexpr uint32_t kGroupBytes = 84;
   __m256i scales, minima;
   __m256 d, m;
