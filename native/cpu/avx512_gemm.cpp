@@ -1,7 +1,7 @@
 // Quantised matrix times many rows of activations. A tile of 32 weight rows x K is unpacked once to unsigned bytes
 // in `work` (it stays in L2), then multiplied with every eight rows of activations by vpdpbusd, which are read where
-// they lie. The float accumulators are kept per (output, lane b mod 8), 8 KB that stay in L1, so that results have the
-// bits of the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
+// they lie. The float accumulators are kept per (output, lane b mod 8), 8 KB in L1, so that results have the bits of
+// the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
 #include "avx512.h"
 #include "avx512_group.h"
 
@@ -13,7 +13,7 @@ namespace apu::cpu::avx512 {
 namespace {
 
 constexpr int kTileRows = 32;
-constexpr int kActRows = 8;
+constexpr uint32_t kActRows = kGemmRows;
 
 struct Tile {
   uint8_t *w;      // (blocks, 8, 32, 4): step, row, byte
@@ -24,21 +24,49 @@ struct Tile {
 };
 constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 4);
 
-// R rows of activations; a set with fewer repeats its last.
-template <int R> struct Activations {
-  const int8_t *q[R];
-  const float *d[R];
-  const float *s[R];
-  const int32_t *sum16[R];
+// Block b of eight rows of activations. Rows are addressed as base + {0, 1, 2, 3} strides from rows 0 and 4: sixteen
+// registers hold no pointer per row and array.
+struct ActivationBlock {
+  const int8_t *q[2];
+  const float *d[2];
+  const float *s[2];
+  const int32_t *sum16[2];
+  size_t strides[4]; // times the bytes of a float, in d and s; sum16 takes twice, q eight times as much
 
-  Activations(const ActBlocks &a, uint32_t first, uint32_t count) {
-    for (uint32_t r = 0; r < R; r++) {
-      const size_t at = static_cast<size_t>(first + (r < count ? r : count - 1)) * a.blocks;
-      q[r] = a.q + at * kBlock;
-      d[r] = a.d + at;
-      s[r] = a.s + at;
-      sum16[r] = a.sum16 + 2 * at;
+  explicit ActivationBlock(const ActBlocks &a, size_t row) {
+    for (size_t i = 0; i < 2; i++) {
+      const size_t at = (row + 4 * i) * a.blocks;
+      q[i] = a.q + at * kBlock;
+      d[i] = a.d + at;
+      s[i] = a.s + at;
+      sum16[i] = a.sum16 + 2 * at;
     }
+    for (size_t r = 0; r < 4; r++) strides[r] = r * a.blocks * sizeof(float);
+  }
+  APU_INLINE void next() {
+    for (int i = 0; i < 2; i++) {
+      q[i] += kBlock;
+      d[i]++;
+      s[i]++;
+      sum16[i] += 2;
+    }
+  }
+  template <class T> APU_INLINE T load(const T *const *rows, int r, int factor) const {
+    T value;
+    memcpy(&value, reinterpret_cast<const char *>(rows[r / 4]) + factor * strides[r % 4], sizeof value);
+    return value;
+  }
+  APU_INLINE __m512i four(int r, int i) const { // bytes i .. i + 3 in every dword
+    int32_t v;
+    memcpy(&v, q[r / 4] + 8 * strides[r % 4] + i, sizeof v);
+    return _mm512_set1_epi32(v);
+  }
+  APU_INLINE __m512 scale(int r) const { return _mm512_set1_ps(load(d, r, 1)); }
+  APU_INLINE __m512 sum(int r) const { return _mm512_set1_ps(load(s, r, 1)); }
+  APU_INLINE int32_t half_sum(int r, int h) const {
+    int32_t v;
+    memcpy(&v, reinterpret_cast<const char *>(sum16[r / 4] + h) + 2 * strides[r % 4], sizeof v);
+    return v;
   }
 };
 
@@ -47,7 +75,8 @@ size_t padded_blocks(uint32_t k) {
 }
 
 // Dword s of 16 rows of 16 bytes each, for s = 0..3.
-APU_INLINE void transpose(const uint8_t *rows, size_t stride, __m512i *out) {
+APU_INLINE void transpose(const void *from, size_t stride, __m512i *out) {
+  const auto *rows = static_cast<const uint8_t *>(from);
   __m512i z[4];
   for (int i = 0; i < 4; i++) {
     z[i] = _mm512_zextsi128_si512(load128(rows + i * stride));
@@ -61,13 +90,6 @@ APU_INLINE void transpose(const uint8_t *rows, size_t stride, __m512i *out) {
   out[1] = _mm512_unpackhi_epi64(a, c);
   out[2] = _mm512_unpacklo_epi64(b, d);
   out[3] = _mm512_unpackhi_epi64(b, d);
-}
-
-// Four columns of dwords to rows of the tile.
-APU_INLINE void transpose_to(const void *rows, size_t stride, void *to) {
-  __m512i out[4];
-  transpose(static_cast<const uint8_t *>(rows), stride, out);
-  for (int i = 0; i < 4; i++) _mm512_store_si512(static_cast<uint8_t *>(to) + 4 * kTileRows * i, out[i]);
 }
 
 // One group of 16 rows, as it is loaded, before the transposition.
@@ -95,58 +117,60 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
   Staging staging;
   __m512i out[4];
   for (int half = 0; half < 2; half++) {
-    for (int first = 0; first < blocks; first += 8) {
-      const int count = blocks - first < 8 ? blocks - first : 8;
+    for (int group = 0; 8 * group < blocks; group++) {
+      const int count = blocks - 8 * group < 8 ? blocks - 8 * group : 8;
       for (int r = 0; r < 16; r++) {
         const uint32_t n = static_cast<uint32_t>(16 * half + r);
-        const uint8_t *p = row + (n < rows ? n : rows - 1) * stride + static_cast<size_t>(first / 8) * G::kBytes;
+        const uint8_t *p = row + (n < rows ? n : rows - 1) * stride + static_cast<size_t>(group) * G::kBytes;
         if (count == 8)
           stage<B>(G::template load<false, 2>(p, tail), r, staging);
         else
           stage<B>(G::template load<true, 2>(p, tail), r, staging);
       }
-      uint8_t *w = tile.w + static_cast<size_t>(first) * kTileRows * kBlock + 64 * half;
       for (int b = 0; b < count; b++)
         for (int h = 0; h < 2; h++) {
+          uint8_t *w = tile.w + static_cast<size_t>(8 * group + b) * kTileRows * kBlock + 512 * h + 64 * half;
           transpose(staging.q[0] + piece_offset<G::kOrder>(b, h), kGroup, out);
-          for (int i = 0; i < 4; i++) _mm512_store_si512(w + b * 1024 + 128 * (4 * h + i), out[i]);
+          for (int i = 0; i < 4; i++) _mm512_store_si512(w + 128 * i, out[i]);
         }
-      const size_t at = static_cast<size_t>(first) * kTileRows + 16 * half;
+      // Four blocks' values of 16 rows, to `rows` rows of the tile per block.
+      const auto scatter = [&](const void *from, size_t from_stride, int b, int rows, auto *to) {
+        transpose(from, from_stride, out);
+        for (int i = 0; i < 4; i++)
+          _mm512_store_si512(
+              to + (static_cast<size_t>(8 * group + b + i / rows) * rows + i % rows) * kTileRows + 16 * half, out[i]);
+      };
       for (int b = 0; b < count; b += 4) {
-        transpose_to(&staging.ws[0][b], sizeof staging.ws[0], tile.ws + at + b * kTileRows);
+        scatter(&staging.ws[0][b], sizeof staging.ws[0], b, 1, tile.ws);
         if constexpr (Traits<B>::minimum != Minimum::none)
-          transpose_to(&staging.wm[0][b], sizeof staging.wm[0], tile.wm + at + b * kTileRows);
+          scatter(&staging.wm[0][b], sizeof staging.wm[0], b, 1, tile.wm);
         if constexpr (Traits<B>::minimum == Minimum::per_half)
-          transpose_to(&staging.mins[0][b], sizeof staging.mins[0], tile.mins + at + b * kTileRows);
+          scatter(&staging.mins[0][b], sizeof staging.mins[0], b, 1, tile.mins);
       }
       if constexpr (Traits<B>::sub_block == 16)
-        for (int i = 0; i < 16; i += 4)
-          transpose_to(&staging.scales[0][i], sizeof staging.scales[0],
-                       tile.scales + (2 * static_cast<size_t>(first) + i) * kTileRows + 16 * half);
+        for (int b = 0; b < 8; b += 2) scatter(&staging.scales[0][2 * b], sizeof staging.scales[0], b, 2, tile.scales);
     }
   }
 }
 
-// acc[r][column] += four consecutive products a dword, over `Steps` steps.
-template <int R, int Steps>
-APU_INLINE void integer_dots(const uint8_t *w, const int8_t *const *q, size_t at, __m512i (&acc)[R][2]) {
+// acc[r][column] += four consecutive products a dword, over `Steps` steps from byte `first` on, for R rows from R0.
+template <int R, int R0, int Steps>
+APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int first, __m512i (&acc)[R][2]) {
 #pragma GCC unroll 8
   for (int i = 0; i < Steps; i++) {
     const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      int32_t four;
-      memcpy(&four, q[r] + at + 4 * i, 4);
-      const __m512i v = _mm512_set1_epi32(four);
+      const __m512i v = a.four(R0 + r, first + 4 * i);
       acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
       acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
     }
   }
 }
 
-// Block b, rows [R0, R0 + R) of a set of S: the canonical step into the accumulators of lane b mod 8.
-template <class B, int R, int R0, int S>
-APU_INLINE void block_rows(const Tile &tile, const Activations<S> &a, size_t b, float *lane) {
+// Block b, R rows of activations from R0: the canonical step into the accumulators of lane b mod 8.
+template <class B, int R, int R0>
+APU_INLINE void block_rows(const Tile &tile, const ActivationBlock &a, size_t b, float *lane) {
   constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
   constexpr Minimum minimum = Traits<B>::minimum;
   const uint8_t *w = tile.w + b * kTileRows * kBlock;
@@ -155,12 +179,11 @@ APU_INLINE void block_rows(const Tile &tile, const Activations<S> &a, size_t b, 
     __m512i second[R][2];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const int32_t *sums = a.sum16[R0 + r] + 2 * b;
-      acc[r][0] = acc[r][1] = _mm512_set1_epi32(-offset * sums[0]);
-      second[r][0] = second[r][1] = _mm512_set1_epi32(-offset * sums[1]);
+      acc[r][0] = acc[r][1] = _mm512_set1_epi32(-offset * a.half_sum(R0 + r, 0));
+      second[r][0] = second[r][1] = _mm512_set1_epi32(-offset * a.half_sum(R0 + r, 1));
     }
-    integer_dots<R, 4>(w, a.q + R0, b * kBlock, acc);
-    integer_dots<R, 4>(w + 512, a.q + R0, b * kBlock + 16, second);
+    integer_dots<R, R0, 4>(w, a, 0, acc);
+    integer_dots<R, R0, 4>(w + 512, a, 16, second);
     const int32_t *scales = tile.scales + b * 2 * kTileRows;
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
@@ -171,11 +194,11 @@ APU_INLINE void block_rows(const Tile &tile, const Activations<S> &a, size_t b, 
     }
   } else {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const int32_t *sums = a.sum16[R0 + r] + 2 * b;
-      acc[r][0] = acc[r][1] = offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-offset * (sums[0] + sums[1]));
-    }
-    integer_dots<R, 8>(w, a.q + R0, b * kBlock, acc);
+    for (int r = 0; r < R; r++)
+      acc[r][0] = acc[r][1] = offset == 0
+                                  ? _mm512_setzero_si512()
+                                  : _mm512_set1_epi32(-offset * (a.half_sum(R0 + r, 0) + a.half_sum(R0 + r, 1)));
+    integer_dots<R, R0, 8>(w, a, 0, acc);
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
@@ -185,37 +208,38 @@ APU_INLINE void block_rows(const Tile &tile, const Activations<S> &a, size_t b, 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       float *out = lane + (R0 + r) * kTileRows + 16 * i;
-      const __m512 scale = _mm512_mul_ps(ws, _mm512_set1_ps(a.d[R0 + r][b]));
-      __m512 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), scale, _mm512_load_ps(out));
+      const __m512 d = a.scale(R0 + r);
+      __m512 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), _mm512_mul_ps(ws, d), _mm512_load_ps(out));
       if constexpr (minimum == Minimum::per_half) {
-        const int32_t *sums = a.sum16[R0 + r] + 2 * b;
-        const int32_t pair =
-            static_cast<int32_t>(static_cast<uint16_t>(sums[0]) | static_cast<uint32_t>(sums[1]) << 16);
-        const __m512i integers = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), _mm512_set1_epi32(pair));
-        v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(wm, _mm512_set1_ps(a.d[R0 + r][b])), v);
+        const uint32_t sum0 = static_cast<uint16_t>(a.half_sum(R0 + r, 0));
+        const uint32_t sum1 = static_cast<uint32_t>(a.half_sum(R0 + r, 1)) << 16;
+        const __m512i pair = _mm512_set1_epi32(static_cast<int32_t>(sum0 | sum1));
+        const __m512i integers = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), pair);
+        v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(wm, d), v);
       }
-      if constexpr (minimum == Minimum::per_block) v = add_minimum<B>(wm, _mm512_set1_ps(a.s[R0 + r][b]), v);
+      if constexpr (minimum == Minimum::per_block) v = add_minimum<B>(wm, a.sum(R0 + r), v);
       _mm512_store_ps(out, v);
     }
   }
 }
 
-// One tile times R rows of activations, `count` of which are stored.
-template <class B, int R>
-__attribute__((noinline)) void multiply(const Tile &tile, const Activations<R> &a, size_t blocks, uint32_t count,
-                                        uint32_t columns, float *y, size_t y_stride) {
-  alignas(64) float lanes[kLanes][R * kTileRows];
+// y (8, columns) of one tile and eight rows of activations.
+template <class B>
+__attribute__((noinline)) void multiply(const Tile &tile, ActivationBlock a, size_t blocks, uint32_t columns, float *y,
+                                        size_t y_stride) {
+  alignas(64) float lanes[kLanes][kActRows * kTileRows];
   memset(lanes, 0, sizeof lanes);
 #pragma GCC unroll 1
-  for (size_t b = 0; b < blocks; b++) {
-    if constexpr (Traits<B>::sub_block == 16 && R == 8) { // two sets of sums of eight rows would not fit the registers
-      block_rows<B, 4, 0>(tile, a, b, lanes[b % kLanes]);
-      block_rows<B, 4, 4>(tile, a, b, lanes[b % kLanes]);
+  for (size_t b = 0; b < blocks; b++, a.next()) {
+    float *lane = lanes[b % kLanes];
+    if constexpr (Traits<B>::sub_block == 16) { // two sets of sums of eight rows would not fit the registers
+      block_rows<B, 4, 0>(tile, a, b, lane);
+      block_rows<B, 4, 4>(tile, a, b, lane);
     } else {
-      block_rows<B, R, 0>(tile, a, b, lanes[b % kLanes]);
+      block_rows<B, 8, 0>(tile, a, b, lane);
     }
   }
-  for (uint32_t r = 0; r < count; r++)
+  for (uint32_t r = 0; r < kActRows; r++)
     for (int i = 0; i < 2; i++) {
       __m512 v[kLanes];
       for (uint32_t l = 0; l < kLanes; l++) v[l] = _mm512_load_ps(lanes[l] + r * kTileRows + 16 * i);
@@ -238,14 +262,8 @@ void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begi
   for (uint32_t n = begin; n < end; n += kTileRows) {
     const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
     unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
-    for (uint32_t t = 0; t < rows; t += kActRows) {
-      const uint32_t count = rows - t < kActRows ? rows - t : kActRows;
-      float *out = y + t * y_stride + (n - begin);
-      if (count > 4)
-        multiply<B, 8>(tile, Activations<8>(a, t, count), w.k / kBlock, count, columns, out, y_stride);
-      else
-        multiply<B, 4>(tile, Activations<4>(a, t, count), w.k / kBlock, count, columns, out, y_stride);
-    }
+    for (uint32_t t = 0; t < rows; t += kActRows)
+      multiply<B>(tile, ActivationBlock(a, t), w.k / kBlock, columns, y + t * y_stride + (n - begin), y_stride);
   }
 }
 
