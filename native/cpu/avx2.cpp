@@ -15,7 +15,6 @@ namespace {
 
 constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
 constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
-constexpr size_t kPrefetchBytes = 2048;
 
 // This level's layout of ActBlocks: in a group of 256 activations, block b's first half at 64 (b % 4) + 16 (b / 4) and
 // its second half 32 further; sums as int16, two a block, at the start of the row's part of sum16.
@@ -24,21 +23,15 @@ ActGroup act_row(const ActBlocks &a, uint32_t t) {
   return {a.q + 32 * b, a.d + b, a.s + b, reinterpret_cast<const int16_t *>(a.sum16 + 2 * b)};
 }
 
-template <class Format> APU_INLINE void prefetch(const uint8_t *p) {
-  for (uint32_t i = 0; i < Format::kGroupBytes; i += 64)
-    _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetchBytes + i, _MM_HINT_T0);
-}
-
 template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActGroup &first) {
   ActGroup a = first;
   __m256 acc = _mm256_setzero_ps();
   for (; blocks >= kGroup; blocks -= kGroup) {
-    prefetch<Format>(row);
     acc = add_group<Format>(row, kGroup, a, acc);
     row += Format::kGroupBytes;
     a = {a.q + kGroup * 32, a.d + kGroup, a.s + kGroup, a.sums + 2 * kGroup};
   }
-  if (blocks) acc = add_group<Format>(row, blocks, a, acc);
+  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks, a, acc);
   return sum8(acc);
 }
 

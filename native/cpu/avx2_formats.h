@@ -145,6 +145,7 @@ template <class Weights> APU_INLINE __m256i dot_halves(const Weights &w, const _
 // What avx2_gemm.cpp asks of a type; kBits bounds unsigned values, kBias shifts what they are too large by.
 struct FormatDefaults {
   static constexpr bool kSigned = false, kMinimum = false, kHalfScales = false, kHalfMinima = false;
+  static constexpr bool kSuperblock = false; // a row is whole groups
   static constexpr int kBias = 0;
 };
 
@@ -155,37 +156,28 @@ APU_INLINE __m256 fma_block(__m256i sum, __m256 scale, const float *d, __m256 ac
 // ---- 32-element blocks: `count` of a group exist, the others are zero
 
 APU_INLINE __m256 gather_f16(const uint8_t *p, size_t stride, uint32_t count) {
-  if (count < kGroup) {
-    alignas(16) uint16_t bits[kGroup] = {};
-    for (uint32_t i = 0; i < count; ++i) bits[i] = load_u16(p + i * stride);
-    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i *>(bits)));
-  }
-  __m128i a = _mm_cvtsi32_si128(load_u16(p));
-  a = _mm_insert_epi16(a, load_u16(p + stride), 1);
-  a = _mm_insert_epi16(a, load_u16(p + 2 * stride), 2);
-  a = _mm_insert_epi16(a, load_u16(p + 3 * stride), 3);
-  __m128i b = _mm_cvtsi32_si128(load_u16(p + 4 * stride));
-  b = _mm_insert_epi16(b, load_u16(p + 5 * stride), 1);
-  b = _mm_insert_epi16(b, load_u16(p + 6 * stride), 2);
-  b = _mm_insert_epi16(b, load_u16(p + 7 * stride), 3);
+  __m128i a = _mm_cvtsi32_si128(load_u16(p)), b = _mm_setzero_si128();
+  if (count > 1) a = _mm_insert_epi16(a, load_u16(p + stride), 1);
+  if (count > 2) a = _mm_insert_epi16(a, load_u16(p + 2 * stride), 2);
+  if (count > 3) a = _mm_insert_epi16(a, load_u16(p + 3 * stride), 3);
+  if (count > 4) b = _mm_cvtsi32_si128(load_u16(p + 4 * stride));
+  if (count > 5) b = _mm_insert_epi16(b, load_u16(p + 5 * stride), 1);
+  if (count > 6) b = _mm_insert_epi16(b, load_u16(p + 6 * stride), 2);
+  if (count > 7) b = _mm_insert_epi16(b, load_u16(p + 7 * stride), 3);
   return _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
 }
 
 // Adjacent F16 scale and minimum.
 APU_INLINE void gather_f16_pairs(const uint8_t *p, size_t stride, uint32_t count, __m256 &d, __m256 &m) {
-  if (count < kGroup) {
-    d = gather_f16(p, stride, count);
-    m = gather_f16(p + 2, stride, count);
-    return;
-  }
-  __m128i a = _mm_cvtsi32_si128(static_cast<int>(load_u32(p)));
-  a = _mm_insert_epi32(a, static_cast<int>(load_u32(p + stride)), 1);
-  a = _mm_insert_epi32(a, static_cast<int>(load_u32(p + 2 * stride)), 2);
-  a = _mm_insert_epi32(a, static_cast<int>(load_u32(p + 3 * stride)), 3);
-  __m128i b = _mm_cvtsi32_si128(static_cast<int>(load_u32(p + 4 * stride)));
-  b = _mm_insert_epi32(b, static_cast<int>(load_u32(p + 5 * stride)), 1);
-  b = _mm_insert_epi32(b, static_cast<int>(load_u32(p + 6 * stride)), 2);
-  b = _mm_insert_epi32(b, static_cast<int>(load_u32(p + 7 * stride)), 3);
+  const auto pair = [=](uint32_t i) { return static_cast<int>(load_u32(p + i * stride)); };
+  __m128i a = _mm_cvtsi32_si128(pair(0)), b = _mm_setzero_si128();
+  if (count > 1) a = _mm_insert_epi32(a, pair(1), 1);
+  if (count > 2) a = _mm_insert_epi32(a, pair(2), 2);
+  if (count > 3) a = _mm_insert_epi32(a, pair(3), 3);
+  if (count > 4) b = _mm_cvtsi32_si128(pair(4));
+  if (count > 5) b = _mm_insert_epi32(b, pair(5), 1);
+  if (count > 6) b = _mm_insert_epi32(b, pair(6), 2);
+  if (count > 7) b = _mm_insert_epi32(b, pair(7), 3);
   const __m128i split = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   a = _mm_shuffle_epi8(a, split);
   b = _mm_shuffle_epi8(b, split);
@@ -287,7 +279,7 @@ APU_INLINE __m256i block_bits(const uint8_t *p) {
 
 template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-bit scale and minimum a block, packed
   static constexpr int kBits = kWidth;
-  static constexpr bool kMinimum = true;
+  static constexpr bool kMinimum = true, kSuperblock = true;
   static constexpr uint32_t kGroupBytes = kBits == 5 ? 176 : 144;
   __m256 d, m;
 
@@ -336,7 +328,7 @@ APU_INLINE void spread_scales(__m256i scales, __m256i *spread) {
 
 // Types with a scale per 16 elements and no minimum; stored values are 2^kBias too large.
 template <int kWidth> struct ScaledHalves : FormatDefaults {
-  static constexpr bool kHalfScales = true;
+  static constexpr bool kHalfScales = true, kSuperblock = true;
   static constexpr int kBits = kWidth, kBias = kWidth - 1;
   __m256i scales; // (16) int16
   __m256 d;
@@ -397,7 +389,7 @@ struct ThreeBits : ScaledHalves<3> { // Q3_K
 };
 
 struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elements
-  static constexpr bool kHalfScales = true, kHalfMinima = true;
+  static constexpr bool kHalfScales = true, kHalfMinima = true, kSuperblock = true;
   static constexpr int kBits = 2;
   static constexpr uint32_t kGroupBytes = 84;
   __m256i scales, minima;
@@ -442,6 +434,20 @@ template <class Format> struct Group {
 template <class Format> APU_INLINE __m256 add_group(const uint8_t *p, uint32_t count, const ActGroup &a, __m256 acc) {
   const Format format(p, count);
   return format.add([=](uint32_t i) __attribute__((always_inline)) { return Format::pair(p, count, i); }, a, acc);
+}
+
+// The blocks beyond the last full group: one copy of the code per count, without branches or loads past the row.
+template <class Format> APU_INLINE __m256 add_rest(const uint8_t *p, uint32_t count, const ActGroup &a, __m256 acc) {
+  switch (count) {
+  case 1: return add_group<Format>(p, 1, a, acc);
+  case 2: return add_group<Format>(p, 2, a, acc);
+  case 3: return add_group<Format>(p, 3, a, acc);
+  case 4: return add_group<Format>(p, 4, a, acc);
+  case 5: return add_group<Format>(p, 5, a, acc);
+  case 6: return add_group<Format>(p, 6, a, acc);
+  case 7: return add_group<Format>(p, 7, a, acc);
+  default: return acc;
+  }
 }
 
 // Calls use.template operator()<Format>() for a quantised dtype.
