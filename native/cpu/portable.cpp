@@ -60,10 +60,16 @@ void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const 
 
 // ---- quantised types
 
-int32_t dot16(const int8_t *a, const int8_t *b) {
+template <uint32_t kCount> int32_t dot(const int8_t *a, const int8_t *b) {
   int32_t sum = 0;
-  for (uint32_t i = 0; i < 16; ++i) sum += int32_t{a[i]} * b[i];
+  for (uint32_t i = 0; i < kCount; ++i) sum += int32_t{a[i]} * b[i];
   return sum;
+}
+
+// I_b of blocks.h.
+template <class Type> int32_t integer_of(const BlockScales &c, const int8_t *w, const int8_t *q) {
+  if constexpr (Type::sub_block == kBlock) return dot<kBlock>(w, q);
+  return c.sc[0] * dot<16>(w, q) + c.sc[1] * dot<16>(w + 16, q + 16);
 }
 
 template <class Type>
@@ -75,10 +81,8 @@ float dot_row(const int8_t *w, const BlockScales *scales, uint32_t blocks, const
   for (uint32_t b = 0; b < blocks; ++b) {
     const BlockScales &c = scales[b];
     float &acc = lane[b % kLanes];
-    const int32_t low = dot16(w + kBlock * b, q + kBlock * b);
-    const int32_t high = dot16(w + kBlock * b + 16, q + kBlock * b + 16);
     const float d = a.d[first + b];
-    acc = quant::block_step(acc, Type::sub_block == 16 ? c.sc[0] * low + c.sc[1] * high : low + high, c.ws, d);
+    acc = quant::block_step(acc, integer_of<Type>(c, w + kBlock * b, q + kBlock * b), c.ws, d);
     if constexpr (Type::minimum == Minimum::per_block) acc = quant::block_step_minimum(acc, c.wm, a.s[first + b]);
     if constexpr (Type::minimum == Minimum::per_half)
       acc = quant::block_step_minimum16(acc, c.m[0] * sum16[2 * b] + c.m[1] * sum16[2 * b + 1], c.wm, d);
