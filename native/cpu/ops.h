@@ -6,6 +6,7 @@
 // No result may depend on which worker computed it, how many there are, or which other rows the step holds.
 #pragma once
 
+#include "cpu/attention_kernels.h"
 #include "cpu/device.h"
 #include "plan/plan.h"
 
@@ -121,6 +122,7 @@ public:
   virtual ~Builder() = default;
   virtual const PlanInfo &info() const = 0;
   virtual const KernelTable &kernels() const = 0;
+  virtual const AttentionKernels *attention() const = 0;
   virtual float *scratch(int32_t tensor) = 0;      // null for APU_NONE
   virtual const float *vector(int32_t tensor) = 0; // as float32: in place, or a copy when it is neither aligned nor F32
   virtual uint32_t rope(const apu_op &op) = 0;     // index of its RopeTable

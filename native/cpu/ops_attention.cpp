@@ -5,6 +5,7 @@
 // span, pages of 128 are folded in order by online softmax in float32; then the spans' (maximum, sum, accumulator) are
 // folded in order. When a step has many rows a worker folds all spans of a block of rows and one kv head as it goes;
 // when it has few, spans are spread over the workers and folded afterwards, by the same arithmetic.
+#include "cpu/attention_kernels.h"
 #include "cpu/ops.h"
 
 #include <cmath>
@@ -36,6 +37,9 @@ public:
         f16_k_(k_state_.d.dtype == APU_F16), f16_v_(v_state_.d.dtype == APU_F16) {
     block_rows_ = std::clamp(kBlockVectors / group_, 1u, 16u);
     vectors_ = block_rows_ * group_;
+    padded_ = (vectors_ + kAttentionPad - 1) / kAttentionPad * kAttentionPad;
+    tiles_ = b.attention();
+    if (d_ % tiles_->width || dv_ % tiles_->width) tiles_ = nullptr;
     uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
     if (window_) spans = std::min<uint64_t>(spans, window_ / kSpan + 2);
     Workspace &ws = b.workspace;
@@ -43,8 +47,10 @@ public:
     ws.partial_bytes =
         std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
     ws.worker_bytes =
-        std::max(ws.worker_bytes, aligned(kPageTokens * sizeof(float)) + 2 * aligned(vectors_ * sizeof(Softmax)) +
-                                      2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
+        std::max(ws.worker_bytes,
+                 aligned(size_t(padded_) * d_ * sizeof(float)) +
+                     aligned(size_t(padded_) * kPageTokens * sizeof(float)) + 2 * aligned(vectors_ * sizeof(uint32_t)) +
+                     2 * aligned(vectors_ * sizeof(Softmax)) + 2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
   }
 
   void run(Worker &worker, Run &run) override {
@@ -56,7 +62,10 @@ public:
     }
     Bump scratch = run.scratch(worker);
     Call c{run,
-           scratch.take<float>(kPageTokens),
+           scratch.take<float>(size_t(padded_) * d_),
+           scratch.take<float>(size_t(padded_) * kPageTokens),
+           scratch.take<uint32_t>(vectors_),
+           scratch.take<uint32_t>(vectors_),
            scratch.take<Softmax>(vectors_),
            scratch.take<Softmax>(vectors_),
            scratch.take<float>(size_t(vectors_) * dv_),
@@ -71,6 +80,7 @@ public:
         uint32_t head = u / blocks; // consecutive units share a head's pages
         Block block = find_block(step, u % blocks);
         auto [first, last] = spans(step, block);
+        load_queries(c, block, head);
         for (uint32_t s = first; s <= last; ++s) {
           attend(c, block, head, s, c.part, c.part_acc);
           fold(c.total, c.total_acc, c.part, c.part_acc, block.count * group_, s == first);
@@ -98,7 +108,10 @@ private:
 
   struct Call { // one worker's buffers
     Run &run;
-    float *scores;    // (128)
+    float *q;        // (vectors, d) times the scale
+    float *scores;   // (vectors, 128)
+    uint32_t *begin; // (vectors) rows of the page that each one sees
+    uint32_t *end;
     Softmax *part;    // (vectors)
     Softmax *total;   // (vectors)
     float *part_acc;  // (vectors, dv)
@@ -131,30 +144,50 @@ private:
     return last - first + 1;
   }
 
+  void load_queries(const Call &c, const Block &b, uint32_t head) const {
+    for (uint32_t r = 0; r < b.count; ++r) {
+      const float *from = q_ + (size_t(b.row + r) * heads_ + head * group_) * d_;
+      float *to = c.q + size_t(r) * group_ * d_;
+      for (uint32_t i = 0; i < group_ * d_; ++i) to[i] = from[i] * scale_;
+    }
+  }
+
   // Softmax state and accumulator of every vector of the block over one span; empty where a row sees none of it.
   void attend(const Call &c, const Block &b, uint32_t head, uint32_t span, Softmax *state, float *acc) const {
     const KernelTable &kernels = *c.run.kernels;
     const uint32_t *table = c.run.step.page_table(b.sequence, k_state_.d.group);
-    std::fill_n(state, b.count * group_, kEmpty);
-    std::memset(acc, 0, size_t(b.count) * group_ * dv_ * sizeof(float));
+    uint32_t n = b.count * group_;
+    std::fill_n(state, n, kEmpty);
+    std::memset(acc, 0, size_t(n) * dv_ * sizeof(float));
     uint32_t low = lowest(c.run.step.rows[b.row].position);
     uint32_t high = c.run.step.rows[b.row + b.count - 1].position;
     for (uint32_t base = span * kSpan; base < (span + 1) * kSpan && base <= high; base += kPageTokens) {
       if (base + kPageTokens <= low) continue;
       uint64_t page = table[base / kPageTokens];
-      const uint8_t *k = plane(k_state_, page, head), *v = plane(v_state_, page, head);
-      for (uint32_t r = 0; r < b.count; ++r) {
-        uint32_t position = c.run.step.rows[b.row + r].position, from = lowest(position);
-        uint32_t begin = from > base ? from - base : 0;
-        uint32_t end = position < base ? 0 : std::min(position - base + 1, kPageTokens);
-        if (begin >= end) continue;
-        for (uint32_t g = 0; g < group_; ++g) {
-          uint32_t i = r * group_ + g;
-          const float *q = q_ + (size_t(b.row + r) * heads_ + head * group_ + g) * d_;
-          score(kernels, q, k, begin, end, c.scores);
-          accumulate(kernels, v, begin, end, c.scores, state[i], acc + size_t(i) * dv_);
-        }
+      uint32_t first = kPageTokens, last = 0; // rows that any vector sees
+      for (uint32_t i = 0; i < n; ++i) {
+        uint32_t position = c.run.step.rows[b.row + i / group_].position, from = lowest(position);
+        c.begin[i] = from > base ? from - base : 0;
+        c.end[i] = position < base ? 0 : std::min(position - base + 1, kPageTokens);
+        if (c.begin[i] >= c.end[i])
+          c.begin[i] = c.end[i] = 0;
+        else
+          first = std::min(first, c.begin[i]), last = std::max(last, c.end[i]);
       }
+      if (first >= last) continue;
+      scores(kernels, c, plane(k_state_, page, head), n, first, last);
+      for (uint32_t i = 0; i < n; ++i) {
+        if (c.begin[i] == c.end[i]) continue;
+        float *s = c.scores + size_t(i) * kPageTokens + c.begin[i];
+        uint32_t count = c.end[i] - c.begin[i];
+        if (cap_ != 0)
+          for (uint32_t j = 0; j < count; ++j) s[j] = cap_ * std::tanh(s[j] / cap_);
+        float max = std::max(state[i].max, kernels.max(s, count));
+        float shrink = std::exp(state[i].max - max);
+        state[i] = {max, state[i].sum * shrink + kernels.exp_sum(s, max, count)};
+        if (shrink != 1) kernels.scale(shrink, acc + size_t(i) * dv_, dv_);
+      }
+      values(kernels, c, plane(v_state_, page, head), n, acc);
     }
   }
 
@@ -163,33 +196,45 @@ private:
                                              uint64_t(head) * kPageTokens * s.d.head_size * s.element_bytes);
   }
 
-  void score(const KernelTable &kernels, const float *q, const uint8_t *k, uint32_t begin, uint32_t end,
-             float *scores) const {
-    if (f16_k_) {
-      const uint16_t *rows = reinterpret_cast<const uint16_t *>(k);
-      for (uint32_t j = begin; j < end; ++j) scores[j] = scale_ * kernels.dot_f16(q, rows + size_t(j) * d_, d_);
-    } else {
-      const float *rows = reinterpret_cast<const float *>(k);
-      for (uint32_t j = begin; j < end; ++j) scores[j] = scale_ * kernels.dot(q, rows + size_t(j) * d_, d_);
+  // Head sizes that are no multiple of the registers go one dot product at a time.
+  void scores(const KernelTable &kernels, const Call &c, const uint8_t *k, uint32_t n, uint32_t first,
+              uint32_t last) const {
+    const float *f32 = reinterpret_cast<const float *>(k);
+    const uint16_t *f16 = reinterpret_cast<const uint16_t *>(k);
+    if (tiles_) {
+      if (f16_k_)
+        tiles_->scores_f16(c.q, n, f16, d_, first, last, c.scores);
+      else
+        tiles_->scores(c.q, n, f32, d_, first, last, c.scores);
+      return;
     }
-    if (cap_ != 0)
-      for (uint32_t j = begin; j < end; ++j) scores[j] = cap_ * std::tanh(scores[j] / cap_);
+    for (uint32_t i = 0; i < n; ++i) {
+      const float *q = c.q + size_t(i) * d_;
+      float *s = c.scores + size_t(i) * kPageTokens;
+      for (uint32_t j = c.begin[i]; j < c.end[i]; ++j)
+        s[j] = f16_k_ ? kernels.dot_f16(q, f16 + size_t(j) * d_, d_) : kernels.dot(q, f32 + size_t(j) * d_, d_);
+    }
   }
 
-  void accumulate(const KernelTable &kernels, const uint8_t *v, uint32_t begin, uint32_t end, float *scores,
-                  Softmax &state, float *acc) const {
-    uint32_t n = end - begin;
-    float max = std::max(state.max, kernels.max(scores + begin, n));
-    float shrink = std::exp(state.max - max);
-    state.sum = state.sum * shrink + kernels.exp_sum(scores + begin, max, n);
-    state.max = max;
-    if (shrink != 1) kernels.scale(shrink, acc, dv_);
-    if (f16_v_) {
-      const uint16_t *rows = reinterpret_cast<const uint16_t *>(v);
-      for (uint32_t j = begin; j < end; ++j) kernels.axpy_f16(scores[j], rows + size_t(j) * dv_, acc, dv_);
-    } else {
-      const float *rows = reinterpret_cast<const float *>(v);
-      for (uint32_t j = begin; j < end; ++j) kernels.axpy(scores[j], rows + size_t(j) * dv_, acc, dv_);
+  void values(const KernelTable &kernels, const Call &c, const uint8_t *v, uint32_t n, float *acc) const {
+    const float *f32 = reinterpret_cast<const float *>(v);
+    const uint16_t *f16 = reinterpret_cast<const uint16_t *>(v);
+    if (tiles_) {
+      if (f16_v_)
+        tiles_->values_f16(c.scores, n, f16, dv_, c.begin, c.end, acc);
+      else
+        tiles_->values(c.scores, n, f32, dv_, c.begin, c.end, acc);
+      return;
+    }
+    for (uint32_t i = 0; i < n; ++i) {
+      const float *s = c.scores + size_t(i) * kPageTokens;
+      float *to = acc + size_t(i) * dv_;
+      for (uint32_t j = c.begin[i]; j < c.end[i]; ++j) {
+        if (f16_v_)
+          kernels.axpy_f16(s[j], f16 + size_t(j) * dv_, to, dv_);
+        else
+          kernels.axpy(s[j], f32 + size_t(j) * dv_, to, dv_);
+      }
     }
   }
 
@@ -257,6 +302,7 @@ private:
           uint32_t index = u % total, head = u / total, b = 0;
           while (index >= first[b + 1]) ++b;
           float *to = partial(index, head);
+          load_queries(c, blocks[b], head);
           uint32_t span = spans(step, blocks[b]).first + index - first[b];
           attend(c, blocks[b], head, span, reinterpret_cast<Softmax *>(to), to + 2 * vectors_);
         }
@@ -287,7 +333,8 @@ private:
   float scale_, cap_;
   uint32_t d_, dv_, kv_heads_, heads_, group_, window_;
   bool f16_k_, f16_v_;
-  uint32_t block_rows_, vectors_;
+  uint32_t block_rows_, vectors_, padded_;
+  const AttentionKernels *tiles_; // null when a head size is no multiple of their width
 };
 
 } // namespace

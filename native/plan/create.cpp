@@ -20,6 +20,7 @@ public:
 
   const PlanInfo &info() const override { return plan_.info; }
   const KernelTable &kernels() const override { return *plan_.device->kernels; }
+  const AttentionKernels *attention() const override { return attention_kernels(plan_.device->isa); }
 
   float *scratch(int32_t id) override {
     const Tensor *t = plan_.info.tensor(id);
