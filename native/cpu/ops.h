@@ -77,12 +77,14 @@ struct Workspace {
   size_t act_bytes = 0;     // shared: quantised input of one matmul
   size_t normed_bytes = 0;  // shared: its float input
   size_t partial_bytes = 0; // shared: attention over split contexts
+  size_t chunk_bytes = 0;   // shared: the sampler's survey of the logits
   size_t worker_bytes = 0;  // each
   std::vector<RopeTable> ropes;
 
   uint8_t *act = nullptr;
   float *normed = nullptr;
   float *partial = nullptr;
+  uint8_t *chunk = nullptr;
   uint8_t *workers = nullptr;
 };
 

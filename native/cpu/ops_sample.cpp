@@ -1,5 +1,7 @@
-// SAMPLE: a token, log-probabilities or the logits themselves for every output, one worker an output.
+// SAMPLE: a token, log-probabilities or the logits themselves for every output.
 //
+// First all workers walk the logits once, in chunks at absolute places: copies, maximum, sum of exponentials, and the
+// check for NaN. Then each output is finished by one worker.
 // Penalties, bias and mask act on a copy of the logits; then temperature, top_k, top_p and min_p. Each of the three
 // cuts keeps a prefix of the tokens in descending order, found without sorting the vocabulary: a heap for a small
 // top_k, a histogram of the weights for top_p. What is left is drawn in the order of token ids, from one random number
@@ -14,6 +16,7 @@ namespace apu::cpu {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr uint32_t kChunk = 4096;                      // logits; with its copy it stays in the first-level cache
 constexpr uint32_t kHeapMost = 1024;                   // entries up to which a heap beats a partial sort
 constexpr uint32_t kBuckets = (0x3f800000u >> 16) + 1; // by the upper half of a weight's bits, weights being 0 to 1
 
@@ -57,19 +60,38 @@ void select_top(const float *x, uint32_t size, uint32_t n, uint32_t *ids) {
   std::sort_heap(ids, ids + n, before);
 }
 
+struct Chunk {
+  float max;
+  float sum; // of exp(x - max); 0 when nobody asks
+  bool bad;  // NaN or +infinity
+};
+
 class Sample final : public Op {
 public:
-  Sample(Builder &b, const apu_op &op) : logits_(b.scratch(op.in[0])), v_(b.info().vocabulary) {
+  Sample(Builder &b, const apu_op &op)
+      : logits_(b.scratch(op.in[0])), v_(b.info().vocabulary), chunks_((v_ + kChunk - 1) / kChunk) {
+    Workspace &ws = b.workspace;
     size_t bytes =
         2 * aligned(v_ * sizeof(float)) + aligned(v_ * sizeof(uint32_t)) + aligned(kBuckets * sizeof(double));
-    b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, bytes);
+    ws.worker_bytes = std::max({ws.worker_bytes, bytes, aligned(kChunk * sizeof(float))});
+    ws.chunk_bytes = std::max(ws.chunk_bytes, size_t(b.info().max_outputs) * chunks_ * sizeof(Chunk));
   }
 
   void run(Worker &worker, Run &run) override {
+    uint32_t outputs = uint32_t(run.step.outputs.size());
+    if (outputs == 0) return;
     Bump scratch = run.scratch(worker);
     Call c{run, scratch.take<float>(v_), scratch.take<float>(v_), scratch.take<uint32_t>(v_),
            scratch.take<double>(kBuckets)};
-    Split split(worker, uint32_t(run.step.outputs.size()), 1);
+    {
+      Split split(worker, outputs * chunks_, 1);
+      for (uint32_t begin, end; split.next(begin, end);) {
+        if (run.stopping()) break;
+        for (uint32_t u = begin; u < end; ++u) survey(c, u / chunks_, u % chunks_);
+      }
+    }
+    worker.barrier();
+    Split split(worker, outputs, 1);
     for (uint32_t begin, end; split.next(begin, end);) {
       for (uint32_t o = begin; o < end; ++o) {
         if (run.stopping()) return;
@@ -78,7 +100,7 @@ public:
     }
   }
 
-  uint64_t work(const StepCopy &step) const override { return step.outputs.size() << 14; } // a worker each
+  uint64_t work(const StepCopy &step) const override { return step.outputs.size() * v_; }
 
 private:
   struct Call { // one worker's buffers
@@ -89,28 +111,51 @@ private:
     double *buckets; // (kBuckets)
   };
 
+  Chunk *chunks(const Run &run, uint32_t output) const {
+    return reinterpret_cast<Chunk *>(run.workspace->chunk) + size_t(output) * chunks_;
+  }
+
+  static bool wants_logprobs(const apu_output &o) { return (o.want & APU_OUT_TOP) || o.logprob; }
+
+  void survey(const Call &c, uint32_t index, uint32_t chunk) const {
+    const apu_output &o = c.run.step.outputs[index];
+    uint32_t begin = chunk * kChunk, n = std::min(kChunk, v_ - begin);
+    const float *x = logits_ + size_t(index) * v_ + begin;
+    if (o.want & APU_OUT_LOGITS) std::memcpy(o.logits + begin, x, n * sizeof(float));
+    if (!(o.want & (APU_OUT_SAMPLE | APU_OUT_TOP))) return;
+    Chunk &out = chunks(c.run, index)[chunk];
+    uint32_t bad = 0;
+    for (uint32_t i = 0; i < n; ++i) bad |= !(x[i] <= std::numeric_limits<float>::max());
+    out = {c.run.kernels->max(x, n), 0, bad != 0};
+    if (!wants_logprobs(o) || out.bad || out.max == -kInfinity) return;
+    std::memcpy(c.weights, x, n * sizeof(float));
+    out.sum = c.run.kernels->exp_sum(c.weights, out.max, n);
+  }
+
   void output(const Call &c, uint32_t index) const {
     const apu_output &o = c.run.step.outputs[index];
     const KernelTable &kernels = *c.run.kernels;
     const float *x = logits_ + size_t(index) * v_;
     c.run.sampled[index] = -1;
-    if (o.want & APU_OUT_LOGITS) std::memcpy(o.logits, x, v_ * sizeof(float));
     if (!(o.want & (APU_OUT_SAMPLE | APU_OUT_TOP))) return;
 
+    const Chunk *parts = chunks(c.run, index);
+    float max = -kInfinity;
     bool bad = false;
-    for (uint32_t i = 0; i < v_; ++i) bad |= !(x[i] <= std::numeric_limits<float>::max());
-    float max = kernels.max(x, v_);
+    for (uint32_t i = 0; i < chunks_; ++i) max = std::max(max, parts[i].max), bad |= parts[i].bad;
     if (bad || max == -kInfinity) {
       c.run.fail(index, APU_E_DEVICE,
-                 "output %u (row %u): its logits hold NaN or infinity: the weights or the cache are "
-                 "damaged, or the model overflows in this precision",
+                 "output %u (row %u): its logits hold NaN or infinity: the weights or the cache are damaged, or the "
+                 "model overflows in this precision",
                  index, o.row);
       return;
     }
     double normalizer = 0; // log of the sum of exponentials
-    if ((o.want & APU_OUT_TOP) || o.logprob) {
-      std::memcpy(c.weights, x, v_ * sizeof(float));
-      normalizer = double(max) + std::log(double(kernels.exp_sum(c.weights, max, v_)));
+    if (wants_logprobs(o)) {
+      double sum = 0;
+      for (uint32_t i = 0; i < chunks_; ++i)
+        if (parts[i].sum > 0) sum += double(parts[i].sum) * std::exp(double(parts[i].max) - max);
+      normalizer = double(max) + std::log(sum);
     }
     if (o.want & APU_OUT_TOP) {
       select_top(x, v_, o.top_n, c.ids);
@@ -121,7 +166,7 @@ private:
     }
     if (!(o.want & APU_OUT_SAMPLE)) return;
     const float *adjusted = adjust(c, o, x);
-    max = kernels.max(adjusted, v_);
+    if (adjusted != x) max = kernels.max(adjusted, v_);
     if (max == -kInfinity) {
       c.run.fail(index, APU_E_INVALID, "output %u (row %u): every token is excluded by its mask or bias", index, o.row);
       return;
@@ -130,6 +175,13 @@ private:
         o.temperature == 0 ? uint32_t(std::find(adjusted, adjusted + v_, max) - adjusted) : draw(c, o, adjusted, max);
     c.run.sampled[index] = *o.token = int32_t(token);
     if (o.logprob) *o.logprob = float(x[token] - normalizer);
+  }
+
+  // The first token with logit `max`; only its chunk is searched when the logits are those that were surveyed.
+  uint32_t first_equal(const Run &run, uint32_t index, const float *x, bool surveyed, float max) const {
+    uint32_t begin = 0;
+    for (const Chunk *part = chunks(run, index); surveyed && part->max != max; ++part) begin += kChunk;
+    return uint32_t(std::find(x + begin, x + v_, max) - x);
   }
 
   const float *adjust(const Call &c, const apu_output &o, const float *x) const {
@@ -236,7 +288,7 @@ private:
   }
 
   const float *logits_; // (O, V)
-  uint32_t v_;
+  uint32_t v_, chunks_;
 };
 
 } // namespace

@@ -95,8 +95,8 @@ apu_status build(apu_plan &plan) {
   size_t ropes = 0;
   for (const RopeTable &r : ws.ropes)
     ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));
-  size_t total = paged(ws.act_bytes) + paged(ws.normed_bytes) + paged(ws.partial_bytes) + paged(ropes) +
-                 ws.worker_bytes * plan.device->pool.size();
+  size_t total = paged(ws.act_bytes) + paged(ws.normed_bytes) + paged(ws.partial_bytes) + paged(ws.chunk_bytes) +
+                 paged(ropes) + ws.worker_bytes * plan.device->pool.size();
   if (apu_status s = map_memory(std::max(total, kPage), plan.work_memory, "workspace"); s != APU_OK) return s;
   plan.work_bytes = std::max(total, kPage);
   uint8_t *next = plan.work_memory;
@@ -108,6 +108,7 @@ apu_status build(apu_plan &plan) {
   ws.act = take(ws.act_bytes);
   ws.normed = reinterpret_cast<float *>(take(ws.normed_bytes));
   ws.partial = reinterpret_cast<float *>(take(ws.partial_bytes));
+  ws.chunk = take(ws.chunk_bytes);
   Bump bump(take(ropes));
   for (RopeTable &r : ws.ropes) {
     r.cos = bump.take<float>(size_t(plan.info.max_rows) * r.frequency.size());
