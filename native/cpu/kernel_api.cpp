@@ -54,6 +54,11 @@ struct Activations {
   }
 };
 
+apu_status check_pool(apu_device *device, const char *name) {
+  if (!device->pool.forked()) return APU_OK;
+  return fail(APU_E_DEVICE, "%s: the device's workers stayed with the parent process; open a device after fork()", name);
+}
+
 // Worker `index` of `count` reads its contiguous share; the result keeps the loads alive.
 uint64_t read_share(const uint8_t *in, uint64_t bytes, uint32_t index, uint32_t count) {
   typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
@@ -90,6 +95,7 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
                 static_cast<unsigned long long>(row_stride), static_cast<unsigned long long>(bytes));
   if (n > kMaxUnits) return fail(APU_E_INVALID, "apu_kernel_matmul: n is %u, expected at most %u", n, kMaxUnits);
   if (rows == 0 || n == 0) return APU_OK;
+  if (const apu_status status = check_pool(device, "apu_kernel_matmul"); status != APU_OK) return status;
   try {
     const KernelTable &kernels = *device->kernels;
     const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
@@ -141,6 +147,7 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   if (bytes == 0 || repeats == 0)
     return fail(APU_E_INVALID, "apu_kernel_read: bytes and repeats must be positive, they are %llu and %u",
                 static_cast<unsigned long long>(bytes), repeats);
+  if (const apu_status status = check_pool(device, "apu_kernel_read"); status != APU_OK) return status;
   using Clock = std::chrono::steady_clock;
   double best = std::numeric_limits<double>::infinity();
   std::atomic<uint64_t> sink{0};
