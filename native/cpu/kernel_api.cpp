@@ -56,7 +56,8 @@ struct Activations {
 
 apu_status check_pool(apu_device *device, const char *name) {
   if (!device->pool.forked()) return APU_OK;
-  return fail(APU_E_DEVICE, "%s: the device's workers stayed with the parent process; open a device after fork()", name);
+  return fail(APU_E_DEVICE, "%s: the device's workers stayed with the parent process; open a device after fork()",
+              name);
 }
 
 // Worker `index` of `count` reads its contiguous share; the result keeps the loads alive.
