@@ -88,6 +88,12 @@ template <class B> struct NibbleGroup {
     }
     return t;
   }
+  static Tail tail_twice(int blocks) { // of at most four blocks, in both quads
+    Tail t = tail(blocks);
+    t.first[1] = t.first[0];
+    t.rest[1] = t.rest[0];
+    return t;
+  }
 
   static constexpr int index(int offset) { return offset < 64 ? offset : 64 + offset - kSecond; }
   static constexpr int block(int j) { return j * static_cast<int>(sizeof(B)); }
@@ -125,6 +131,11 @@ template <class B> struct NibbleGroup {
   }
 
   template <bool Masked, int Quads> static APU_INLINE NibbleGroup load(const uint8_t *p, const Tail &t) {
+    return load_quads<Masked, Quads>(p, p + kQuad, t);
+  }
+  // The two quads from anywhere.
+  template <bool Masked, int Quads>
+  static APU_INLINE NibbleGroup load_quads(const uint8_t *quad0, const uint8_t *quad1, const Tail &t) {
     NibbleGroup g;
     const __m512i low4 = _mm512_set1_epi8(15);
     __m512i first[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, rest[2] = {first[0], first[0]};
@@ -133,8 +144,9 @@ template <class B> struct NibbleGroup {
         g.q[2 * i] = g.q[2 * i + 1] = _mm512_setzero_si512();
         continue;
       }
-      first[i] = load_first<Masked>(p + i * kQuad, t, i);
-      rest[i] = load_rest<Masked>(p + i * kQuad, t, i);
+      const uint8_t *p = i == 0 ? quad0 : quad1;
+      first[i] = load_first<Masked>(p, t, i);
+      rest[i] = load_rest<Masked>(p, t, i);
       const __m512i nibbles = _mm512_permutex2var_epi8(first[i], kNibbles, rest[i]);
       __m512i low = _mm512_and_si512(nibbles, low4);
       __m512i high = high_nibbles(nibbles);
@@ -147,7 +159,7 @@ template <class B> struct NibbleGroup {
           high_bits = _mm512_test_epi8_mask(upper, kBit);
         } else { // the vector ports are the bottleneck: assembled by the scalar ones
           const uint64_t lows = 0x0000ffff0000ffff;
-          const uint64_t a = qh_pair(p + i * kQuad), b = qh_pair(p + i * kQuad + 2 * sizeof(B));
+          const uint64_t a = qh_pair(p), b = qh_pair(p + 2 * sizeof(B));
           low_bits = _pext_u64(a, lows) | _pext_u64(b, lows) << 32;
           high_bits = _pext_u64(a, ~lows) | _pext_u64(b, ~lows) << 32;
         }

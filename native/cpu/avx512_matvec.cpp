@@ -61,9 +61,9 @@ template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
   return {order == Order::natural ? a.q : y, c, a.d, a.s, groups};
 }
 
-template <class B, int T, bool Masked, int Quads>
-APU_INLINE void step(const uint8_t *p, const typename Group<B>::Tail &tail, const Packed &a, size_t g, __m256 *acc) {
-  const auto w = Group<B>::template load<Masked, Quads>(p, tail);
+// The canonical step of a group's eight blocks for T rows.
+template <class B, int T, int Quads, class W>
+APU_INLINE void accumulate(const W &w, const Packed &a, size_t g, __m256 *acc) {
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
     const size_t at = t * a.groups + g;
@@ -77,6 +77,20 @@ APU_INLINE void step(const uint8_t *p, const typename Group<B>::Tail &tail, cons
   }
 }
 
+// All full groups of a row; returns what follows them.
+template <class B, int T>
+APU_INLINE const uint8_t *full_groups(const uint8_t *p, const Packed &a, size_t full, __m256 *acc) {
+  using G = Group<B>;
+  for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
+#pragma GCC unroll 1
+  for (size_t g = 0; g < full; g++, p += G::kBytes) {
+    for (int i = 0; i < G::kBytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetch + i, _MM_HINT_T0);
+    accumulate<B, T, 2>(G::template load<false, 2>(p, {}), a, g, acc);
+  }
+  return p;
+}
+
 template <class B, int T>
 __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, uint32_t begin, uint32_t end, float *y,
                                     size_t y_stride) {
@@ -87,22 +101,46 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, uint32_t b
   const uint8_t *row = w.data + begin * w.row_stride;
   for (uint32_t n = begin; n < end; n++, row += w.row_stride) {
     __m256 acc[T];
-    for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-    const uint8_t *p = row;
-#pragma GCC unroll 1
-    for (size_t g = 0; g < full; g++, p += G::kBytes) {
-      for (int i = 0; i < G::kBytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetch + i, _MM_HINT_T0);
-      step<B, T, false, 2>(p, tail, a, g, acc);
-    }
+    const uint8_t *p = full_groups<B, T>(row, a, full, acc);
     if constexpr (Traits<B>::elements == kBlock) {
       if (rest > 4)
-        step<B, T, true, 2>(p, tail, a, full, acc);
+        accumulate<B, T, 2>(G::template load<true, 2>(p, tail), a, full, acc);
       else if (rest > 0)
-        step<B, T, true, 1>(p, tail, a, full, acc);
+        accumulate<B, T, 1>(G::template load<true, 1>(p, tail), a, full, acc);
     }
     for (int t = 0; t < T; t++) y[t * y_stride + (n - begin)] = sum8(acc[t]);
   }
+}
+
+// One row of activations, and matrix rows that end in at most four blocks (K = 576, 640): the ends of two rows make
+// one group. Returns how many rows it did.
+template <class B>
+__attribute__((noinline)) uint32_t row_pairs(const Matrix &w, const Packed &a, uint32_t begin, uint32_t end, float *y) {
+  using G = Group<B>;
+  const size_t full = w.k / kGroup;
+  const auto tail = G::tail_twice(static_cast<int>(w.k % kGroup / kBlock));
+  alignas(64) int8_t y_twice[kGroup];
+  alignas(64) int32_t c_twice[kLanes];
+  alignas(64) float d_twice[kLanes], s_twice[kLanes];
+  for (int i = 0; i < 2; i++) {
+    memcpy(y_twice + 128 * i, a.y + full * kGroup, 128);
+    memcpy(c_twice + 4 * i, a.c + full * kLanes, 16);
+    memcpy(d_twice + 4 * i, a.d + full * kLanes, 16);
+    memcpy(s_twice + 4 * i, a.s + full * kLanes, 16);
+  }
+  const Packed twice{y_twice, c_twice, d_twice, s_twice, 1};
+  const uint8_t *row = w.data + begin * w.row_stride;
+  uint32_t n = begin;
+  for (; n + 2 <= end; n += 2, row += 2 * w.row_stride) {
+    __m256 first, second;
+    const uint8_t *p0 = full_groups<B, 1>(row, a, full, &first);
+    const uint8_t *p1 = full_groups<B, 1>(row + w.row_stride, a, full, &second);
+    __m256 lows = _mm256_insertf128_ps(first, _mm256_castps256_ps128(second), 1);
+    accumulate<B, 1, 2>(G::template load_quads<true, 2>(p0, p1, tail), twice, 0, &lows);
+    y[n - begin] = sum8(_mm256_blend_ps(first, lows, 0x0f));
+    y[n - begin + 1] = sum8(_mm256_insertf128_ps(second, _mm256_extractf128_ps(lows, 1), 0));
+  }
+  return n - begin;
 }
 
 template <class B>
@@ -110,7 +148,16 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
   switch (count) {
-  case 1: return rows<B, 1>(w, packed, begin, end, y, y_stride);
+  case 1:
+    if constexpr (Group<B>::kOrder == Order::nibbles) {
+      const uint32_t rest = w.k % kGroup / kBlock;
+      if (rest >= 1 && rest <= 4) {
+        const uint32_t done = row_pairs<B>(w, packed, begin, end, y);
+        begin += done;
+        y += done;
+      }
+    }
+    return rows<B, 1>(w, packed, begin, end, y, y_stride);
   case 2: return rows<B, 2>(w, packed, begin, end, y, y_stride);
   case 3: return rows<B, 3>(w, packed, begin, end, y, y_stride);
   case 4: return rows<B, 4>(w, packed, begin, end, y, y_stride);
