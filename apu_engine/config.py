@@ -219,52 +219,88 @@ class EngineConfig:
 
     # ---- model and device
     model: str | None = _option(
-        "path", None, "Model file (GGUF; any shard of a split set, or a folder that holds one).",
-        "--model", "-m", group="model",
+        "path",
+        None,
+        "Model file (GGUF; any shard of a split set, or a folder that holds one).",
+        "--model",
+        "-m",
+        group="model",
     )
     device: str = _option(
-        "str", "auto", "Where the model runs: auto, cpu or hip[:N]; auto takes hip where usable, else cpu.",
-        "--device", group="model",
+        "str",
+        "auto",
+        "Where the model runs: auto, cpu or hip[:N]; auto takes hip where usable, else cpu.",
+        "--device",
+        group="model",
     )
     threads: int = _option(
-        "int", 0, "CPU workers; 0 takes the physical cores that affinity and cgroup allow.",
-        "--threads", "-t", group="model", lo=0, hi=1024, default_text="0 (physical cores)",
+        "int",
+        0,
+        "CPU workers; 0 takes the physical cores that affinity and cgroup allow.",
+        "--threads",
+        "-t",
+        group="model",
+        lo=0,
+        hi=1024,
+        default_text="0 (physical cores)",
     )
     isa: str = _option(
-        "str", "auto", "CPU instruction set; a level that the processor lacks is an error.",
-        "--isa", group="model", choices=("auto", "portable", "avx2", "avx512"),
+        "str",
+        "auto",
+        "CPU instruction set; a level that the processor lacks is an error.",
+        "--isa",
+        group="model",
+        choices=("auto", "portable", "avx2", "avx512"),
     )
     pin: bool = _option("bool", False, "Pin each CPU worker to one core.", "--pin", group="model")
     precision: str = _option(
-        "str", "default",
-        "Activations in matrix products: quantised per weight type (default), or float (exact: slower, the "
-        "oracle).",
-        "--precision", group="model", choices=("default", "exact"),
+        "str",
+        "default",
+        "Activations in matrix products: quantised per weight type (default), or float (exact: slower, the oracle).",
+        "--precision",
+        group="model",
+        choices=("default", "exact"),
     )
     kv_type: str = _option(
-        "str", "auto", "Type of the KV cache; auto is f32 when the model's matrices are F32, else f16.",
-        "--kv-type", "-ctk", group="model", choices=("auto", "f32", "f16"),
+        "str",
+        "auto",
+        "Type of the KV cache; auto is f32 when the model's matrices are F32, else f16.",
+        "--kv-type",
+        "-ctk",
+        group="model",
+        choices=("auto", "f32", "f16"),
     )
     memory: str = _option(
-        "str", "auto",
+        "str",
+        "auto",
         "How a device reaches the weights: in place after registration, in place without, or as one copy "
         "on the device. The CPU reads the mapped file in place (direct).",
-        "--memory", group="model", choices=("auto", "registered", "direct", "staged"),
+        "--memory",
+        group="model",
+        choices=("auto", "registered", "direct", "staged"),
     )
     memory_limit: int = _option(
-        "size", 0,
+        "size",
+        0,
         "Most bytes that KV cache and scratch may take; 0 takes what the machine and the cgroup have free.",
-        "--memory-limit", group="model", lo=0, default_text="0 (what is free)",
+        "--memory-limit",
+        group="model",
+        lo=0,
+        default_text="0 (what is free)",
     )
     mlock: bool = _option(
-        "bool", False, "Lock the mapped weights in memory (needs a memlock limit above the file's size).",
-        "--mlock", group="model",
+        "bool",
+        False,
+        "Lock the mapped weights in memory (needs a memlock limit above the file's size).",
+        "--mlock",
+        group="model",
     )
     prefetch: bool = _option(
         "bool", True, "Read the whole file into the page cache while loading.", "--prefetch", group="model"
     )
     copy_weights: bool = _option(
-        "bool", False,
+        "bool",
+        False,
         "Debugging only: copy the weights to anonymous memory instead of using the mapped file, so that the "
         "footprint check has something to find.",
         group="model",
@@ -272,103 +308,213 @@ class EngineConfig:
 
     # ---- engine
     ctx: int = _option(
-        "int", 0,
+        "int",
+        0,
         "Context length in tokens, prompt and answer together; 0 takes the least of what the model was "
         "trained for, 32768 and what fits in memory.",
-        "--ctx", "-c", "--ctx-size", group="engine", lo=0, hi=1 << 24, default_text="0 (chosen)",
+        "--ctx",
+        "-c",
+        "--ctx-size",
+        group="engine",
+        lo=0,
+        hi=1 << 24,
+        default_text="0 (chosen)",
     )
     parallel: int = _option(
-        "int", 1, "Requests that run at the same time; each may fill the whole context.",
-        "--parallel", "-np", group="engine", lo=1, hi=256,
+        "int",
+        1,
+        "Requests that run at the same time; each may fill the whole context.",
+        "--parallel",
+        "-np",
+        group="engine",
+        lo=1,
+        hi=256,
     )
     batch: int = _option(
-        "int", 512, "Most rows (tokens) of one step; a longer prompt is read in chunks of this size.",
-        "--batch", "-b", group="engine", lo=1, hi=8192,
+        "int",
+        512,
+        "Most rows (tokens) of one step; a longer prompt is read in chunks of this size.",
+        "--batch",
+        "-b",
+        group="engine",
+        lo=1,
+        hi=8192,
     )
     queue: int = _option(
-        "int", 64, "Requests that may wait for their turn; one more is refused (HTTP 429).",
-        "--queue", group="engine", lo=0, hi=100_000,
+        "int",
+        64,
+        "Requests that may wait for their turn; one more is refused (HTTP 429).",
+        "--queue",
+        group="engine",
+        lo=0,
+        hi=100_000,
     )
     max_tokens: int = _option(
-        "int", 0, "Tokens generated when a request names no limit; 0 goes on to the end of the context.",
-        "--max-tokens", "-n", group="engine", lo=0, hi=1 << 24, default_text="0 (to the end of the context)",
+        "int",
+        0,
+        "Tokens generated when a request names no limit; 0 goes on to the end of the context.",
+        "--max-tokens",
+        "-n",
+        group="engine",
+        lo=0,
+        hi=1 << 24,
+        default_text="0 (to the end of the context)",
     )
 
     # ---- sampling defaults
     temperature: float | None = _option(
-        "float", None, "Divides the logits; 0 always takes the most probable token.",
-        "--temperature", "--temp", group="sampling", lo=0, hi=100, default_text=_FROM_FILE + "0.8",
+        "float",
+        None,
+        "Divides the logits; 0 always takes the most probable token.",
+        "--temperature",
+        "--temp",
+        group="sampling",
+        lo=0,
+        hi=100,
+        default_text=_FROM_FILE + "0.8",
     )
     top_k: int | None = _option(
-        "int", None, "Keep the k most probable tokens; 0 keeps all.",
-        "--top-k", group="sampling", lo=0, hi=1 << 24, default_text=_FROM_FILE + "40",
+        "int",
+        None,
+        "Keep the k most probable tokens; 0 keeps all.",
+        "--top-k",
+        group="sampling",
+        lo=0,
+        hi=1 << 24,
+        default_text=_FROM_FILE + "40",
     )
     top_p: float | None = _option(
-        "float", None, "Keep the most probable tokens up to this total probability; 1 keeps all.",
-        "--top-p", group="sampling", lo=0, hi=1, default_text=_FROM_FILE + "0.95",
+        "float",
+        None,
+        "Keep the most probable tokens up to this total probability; 1 keeps all.",
+        "--top-p",
+        group="sampling",
+        lo=0,
+        hi=1,
+        default_text=_FROM_FILE + "0.95",
     )
     min_p: float | None = _option(
-        "float", None, "Keep tokens of at least this share of the top token's probability; 0 keeps all.",
-        "--min-p", group="sampling", lo=0, hi=1, default_text=_FROM_FILE + "0.05",
+        "float",
+        None,
+        "Keep tokens of at least this share of the top token's probability; 0 keeps all.",
+        "--min-p",
+        group="sampling",
+        lo=0,
+        hi=1,
+        default_text=_FROM_FILE + "0.05",
     )
     repeat_penalty: float | None = _option(
-        "float", None, "Divides positive and multiplies negative logits of recent tokens; 1 is none.",
-        "--repeat-penalty", group="sampling", lo=0.01, hi=100, default_text=_FROM_FILE + "1",
+        "float",
+        None,
+        "Divides positive and multiplies negative logits of recent tokens; 1 is none.",
+        "--repeat-penalty",
+        group="sampling",
+        lo=0.01,
+        hi=100,
+        default_text=_FROM_FILE + "1",
     )
     repeat_last_n: int | None = _option(
-        "int", None, "Tokens that the penalties look back over; -1 is all, 0 none.",
-        "--repeat-last-n", group="sampling", lo=-1, hi=1 << 24, default_text=_FROM_FILE + "64",
+        "int",
+        None,
+        "Tokens that the penalties look back over; -1 is all, 0 none.",
+        "--repeat-last-n",
+        group="sampling",
+        lo=-1,
+        hi=1 << 24,
+        default_text=_FROM_FILE + "64",
     )
     frequency_penalty: float | None = _option(
-        "float", None, "Subtracted from a recent token's logit for each time it occurs.",
-        "--frequency-penalty", group="sampling", lo=-2, hi=2, default_text="0",
+        "float",
+        None,
+        "Subtracted from a recent token's logit for each time it occurs.",
+        "--frequency-penalty",
+        group="sampling",
+        lo=-2,
+        hi=2,
+        default_text="0",
     )
     presence_penalty: float | None = _option(
-        "float", None, "Subtracted once from the logit of each recent token.",
-        "--presence-penalty", group="sampling", lo=-2, hi=2, default_text="0",
+        "float",
+        None,
+        "Subtracted once from the logit of each recent token.",
+        "--presence-penalty",
+        group="sampling",
+        lo=-2,
+        hi=2,
+        default_text="0",
     )
     seed: int | None = _option(
-        "int", None, "Seed of the random numbers; none draws one per request and reports it.",
-        "--seed", "-s", group="sampling", lo=0, hi=(1 << 64) - 1,
+        "int",
+        None,
+        "Seed of the random numbers; none draws one per request and reports it.",
+        "--seed",
+        "-s",
+        group="sampling",
+        lo=0,
+        hi=(1 << 64) - 1,
         default_text="none (drawn per request)",
     )
 
     # ---- text
     chat_template: str | None = _option(
-        "path", None, "File with a Jinja chat template that takes the place of the model's own.",
-        "--chat-template", group="text", default_text="the model's",
+        "path",
+        None,
+        "File with a Jinja chat template that takes the place of the model's own.",
+        "--chat-template",
+        group="text",
+        default_text="the model's",
     )
     system: str | None = _option("str", None, "System prompt of `chat`.", "--system", group="text")
 
     # ---- server
     host: str = _option("str", "127.0.0.1", "Address to listen on.", "--host", group="server")
-    port: int = _option(
-        "int", 8000, "Port to listen on; 0 takes a free one.", "--port", group="server", lo=0, hi=65535
-    )
+    port: int = _option("int", 8000, "Port to listen on; 0 takes a free one.", "--port", group="server", lo=0, hi=65535)
     alias: str | None = _option(
-        "str", None, "Model name that the API lists.",
-        "--alias", "-a", group="server", default_text="the file's name",
+        "str",
+        None,
+        "Model name that the API lists.",
+        "--alias",
+        "-a",
+        group="server",
+        default_text="the file's name",
     )
     api_key: str | None = _option(
         "str", None, "Key that requests must carry as a bearer token.", "--api-key", group="server"
     )
     max_body: int = _option(
-        "size", 32 << 20, "Largest request body; a larger one is refused (HTTP 413).",
-        "--max-body", group="server", lo=1024, hi=1 << 34,
+        "size",
+        32 << 20,
+        "Largest request body; a larger one is refused (HTTP 413).",
+        "--max-body",
+        group="server",
+        lo=1024,
+        hi=1 << 34,
     )
     drain_timeout: float = _option(
-        "float", 10.0, "Seconds that running requests get to end after SIGTERM or Ctrl-C.",
-        "--drain-timeout", group="server", lo=0, hi=3600,
+        "float",
+        10.0,
+        "Seconds that running requests get to end after SIGTERM or Ctrl-C.",
+        "--drain-timeout",
+        group="server",
+        lo=0,
+        hi=3600,
     )
 
     # ---- output
     log_level: str = _option(
-        "str", "info", "Least severe messages that are logged.",
-        "--log-level", group="output", choices=("debug", "info", "warning", "error"),
+        "str",
+        "info",
+        "Least severe messages that are logged.",
+        "--log-level",
+        group="output",
+        choices=("debug", "info", "warning", "error"),
     )
     timings: bool = _option(
-        "bool", False, "Print where the time went: loading by stage, prompt and generation.",
-        "--timings", group="output",
+        "bool",
+        False,
+        "Print where the time went: loading by stage, prompt and generation.",
+        "--timings",
+        group="output",
     )
     debug: bool = _option("bool", False, "Show Python tracebacks of errors.", "--debug", group="output")
 

@@ -39,15 +39,11 @@ def amd_gpu() -> str | None:
         return None
     for node in sorted(_NODES.iterdir(), key=lambda p: p.name):
         try:
-            fields = dict(
-                line.split() for line in (node / "properties").read_text().splitlines() if line.strip()
-            )
+            fields = dict(line.split() for line in (node / "properties").read_text().splitlines() if line.strip())
         except (OSError, ValueError):
             continue
         version = int(fields.get("gfx_target_version", "0"))
         if version:
-            rights = (
-                "" if os.access(_KFD, os.R_OK | os.W_OK) else " (no access to /dev/kfd: join group render)"
-            )
+            rights = "" if os.access(_KFD, os.R_OK | os.W_OK) else " (no access to /dev/kfd: join group render)"
             return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}{rights}"
     return None

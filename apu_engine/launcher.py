@@ -53,7 +53,8 @@ class Running:
 
         try:
             process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+            same = abs(float(process.create_time()) - self.created) < 1
+            return same and bool(process.status() != psutil.STATUS_ZOMBIE)
         except psutil.Error:
             return False
 
@@ -158,12 +159,11 @@ def _stage_line(health: dict[str, Any]) -> str:
 def _print_ready(server: Running, health: dict[str, Any]) -> None:
     url = f"http://{_url_host(server.host)}:{server.port}"
     print(health.get("ready") or f"ready: {server.model}; {url}")
+    path, body = "completions", '{"prompt": "The sky is blue because", "max_tokens": 80}'
     if health.get("chat", True):
-        path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    else:
-        path, body = "completions", {"prompt": "The sky is blue because"}
-    payload = json.dumps({**body, "max_tokens": 80})
-    print(f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(payload)}")
+        path = "chat/completions"
+        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}'
+    print(f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
     _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop")
 
 

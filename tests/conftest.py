@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from apu_engine._native import Device
+from apu_engine.catalog import fetch
 from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf
 
 
@@ -30,3 +31,15 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A float32 gemma3 whose window is shorter than the tests' sequences, with a tokenizer."""
     path: Path = tmp_path_factory.mktemp("gemma3") / "tiny-gemma3.gguf"
     return tiny_gemma3_gguf(path)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct, Q4_1; fetched once into models/."""
+    return fetch("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The real Gemma 3 270M, Q4_K_M; fetched once into models/."""
+    return fetch("gemma3-270m")

@@ -155,10 +155,12 @@ class PlanBuilder:
         residual: Tensor | None = None,
         softcap: float = 0.0,
         out: Tensor | None = None,
+        fine: bool = False,
     ) -> tuple[Tensor, ...]:
         """(T, K) by up to four (N, K) -> one (T, N) each: norm(x) W^T + bias, plus `residual` on the first.
 
-        `out` takes the first result in place of a new tensor; it may be `residual` itself.
+        `out` takes the first result in place of a new tensor; it may be `residual` itself. `fine` quantises the
+        input to two int8 terms instead of one, where the plan's precision quantises it at all.
         """
         if not 1 <= len(matrices) <= MAX_MATRICES or len(names) != len(matrices):
             raise ApuError(
@@ -170,7 +172,8 @@ class PlanBuilder:
             self._expect_columns(matrix, x)
             given = out if i == 0 else None
             outputs.append(given or self.scratch(name, f"{rows} {matrix.letters.split()[0]}"))
-        self._matmul(x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, self._precision), eps, residual, softcap)
+        precision = lib.APU_PRECISION_FINE if fine and self._precision == PRECISIONS["default"] else self._precision
+        self._matmul(x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, precision), eps, residual, softcap)
         return tuple(outputs)
 
     def glu(

@@ -21,7 +21,7 @@ import pytest
 
 from apu_engine import catalog, launcher
 from apu_engine.errors import ApuError
-from tests.models import TinyModel
+from models import TinyModel
 
 
 @pytest.fixture(autouse=True)

