@@ -13,9 +13,7 @@ void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, 
   const uint32_t many = rows / avx512::kGemmRows * avx512::kGemmRows, few = rows - many;
   if (many) avx512::gemm(w, a, many, begin, end, y, y_stride, work);
   if (!few) return;
-  const size_t first = size_t{many} * a.blocks;
-  const ActBlocks rest{a.q + first * 32, a.d + first, a.s + first, a.sum16 + 2 * first, a.blocks};
-  avx512::matvec(w, rest, few, begin, end, y + many * y_stride, y_stride, work);
+  avx512::matvec(w, a.from(many), few, begin, end, y + many * y_stride, y_stride, work);
 }
 
 size_t work_bytes(uint32_t k) {

@@ -2,6 +2,7 @@
 // bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
 #include "common.h"
 #include "cpu/device.h"
+#include "quant/activations.h"
 
 #include <algorithm>
 #include <atomic>
@@ -35,22 +36,19 @@ template <typename T> Buffer<T> allocate(size_t count) {
 
 struct Activations {
   Buffer<int8_t> q;
-  Buffer<float> d, s;
+  Buffer<float> d, s16, s;
   Buffer<int32_t> sum16;
   ActBlocks blocks;
 
-  Activations(uint32_t rows, uint32_t k) {
+  Activations(size_t rows, uint32_t k) {
     const uint32_t count = (k + 255) / 256 * 8;
-    const size_t all = size_t{rows} * count;
+    const size_t all = rows * count;
     q = allocate<int8_t>(all * 32);
-    d = allocate<float>(all);
+    d = allocate<float>(all * 2);
+    s16 = allocate<float>(all * 2);
     s = allocate<float>(all);
     sum16 = allocate<int32_t>(all * 2);
-    blocks = {q.get(), d.get(), s.get(), sum16.get(), count};
-  }
-  ActBlocks from(uint32_t row) const {
-    const size_t b = size_t{row} * blocks.blocks;
-    return {blocks.q + b * 32, blocks.d + b, blocks.s + b, blocks.sum16 + 2 * b, blocks.blocks};
+    blocks = {q.get(), d.get(), s16.get(), s.get(), sum16.get(), count};
   }
 };
 
@@ -85,8 +83,8 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
   if (!has_matmul(dtype))
     return fail(APU_E_UNSUPPORTED, "apu_kernel_matmul: no kernel multiplies with dtype %u (%s)", dtype,
                 dtype_name(dtype));
-  if (precision > APU_PRECISION_EXACT)
-    return fail(APU_E_INVALID, "apu_kernel_matmul: precision is %u, expected 0 or 1", precision);
+  if (precision > APU_PRECISION_FINE)
+    return fail(APU_E_INVALID, "apu_kernel_matmul: precision is %u, expected 0 to 2", precision);
   const size_t bytes = row_bytes(dtype, k);
   if (k == 0 || bytes == 0)
     return fail(APU_E_INVALID, "apu_kernel_matmul: k is %u, expected a positive multiple of %s's block", k,
@@ -100,8 +98,11 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
   try {
     const KernelTable &kernels = *device->kernels;
     const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
-    const bool quantized = is_quantized(dtype) && precision == APU_PRECISION_DEFAULT;
-    const Activations acts(quantized ? rows : 0, k);
+    const bool quantized = is_quantized(dtype) && precision != APU_PRECISION_EXACT;
+    const uint32_t terms = quantized && precision == APU_PRECISION_FINE ? 2 : 1;
+    const Activations acts(quantized ? size_t{rows} * terms : 0, k);
+    const Buffer<float> residual = allocate<float>(terms == 2 ? size_t{rows} * k : 0);
+    const Buffer<float> both = allocate<float>(terms == 2 ? size_t{rows} * 2 * n : 0); // (T, 2, N)
     const size_t work_bytes = (kernels.work_bytes(k) + kAlign - 1) / kAlign * kAlign;
     const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
     const uint32_t groups = static_cast<uint32_t>(std::min<size_t>(kChunkBytes / (bytes * kRowGroup), n / kRowGroup));
@@ -109,16 +110,25 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     device->pool.run(0, [&](Worker &worker) {
       if (quantized) {
         Split split(worker, rows, 1);
-        for (uint32_t b, e; split.next(b, e);) kernels.quantize(x + size_t{b} * k, k, e - b, k, acts.from(b));
+        for (uint32_t b, e; split.next(b, e);)
+          for (size_t t = b; t < e; ++t) {
+            kernels.quantize(x + t * k, k, 1, k, acts.blocks.from(t * terms));
+            if (terms == 1) continue;
+            quant::quantize_residual(x + t * k, k, residual.get() + t * k);
+            kernels.quantize(residual.get() + t * k, k, 1, k, acts.blocks.from(t * terms + 1));
+          }
         worker.barrier();
       }
       void *scratch = work.get() + work_bytes * worker.index;
       Split split(worker, n, chunk);
       for (uint32_t b, e; split.next(b, e);) {
-        if (quantized)
-          kernels.matmul(matrix, acts.blocks, rows, b, e, y + b, n, scratch);
-        else
+        if (!quantized) {
           kernels.matmul_float(matrix, x, k, rows, b, e, y + b, n, scratch);
+          continue;
+        }
+        kernels.matmul(matrix, acts.blocks, rows * terms, b, e, (terms == 1 ? y : both.get()) + b, n, scratch);
+        for (size_t t = 0; terms == 2 && t < rows; ++t)
+          for (size_t i = b; i < e; ++i) y[t * n + i] = both[2 * t * n + i] + both[(2 * t + 1) * n + i];
       }
     });
   } catch (const std::bad_alloc &) {

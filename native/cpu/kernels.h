@@ -5,10 +5,13 @@
 // and by segments, so a kernel sees one base pointer and one stride, and never reads past row_end's last byte.
 //
 // Numerics (identical at every level and row count, bit for bit): activations of quantised types are int8 in blocks
-// of 32 (ActBlocks), d = amax / 127 in float32, rounded to nearest even. A dot product is the sum over 32-blocks b of
-//   fma(float(I_b), ws_b * d_b, .)  and, for types with a minimum,  fma(wm_b, d_b * sum_b, .)
-// into lane b mod 8 of eight float lanes (the minimum's fma follows the block's own in the same lane), I_b being an
-// exact integer with sub-block scales folded in; the lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
+// of 32 (ActBlocks), d = amax / 127 in float32 for each half of 16, rounded to nearest even. A dot product is the sum
+// over 32-blocks b of
+//   fma(ws_b, fma(float(I_1), d_1, float(I_0) * d_0), .)  and, for types with a minimum,  fma(wm_b, s_b, .)
+// into lane b mod 8 of eight float lanes (the minimum's fma follows the block's own in the same lane), I_h being the
+// exact integers of the halves with sub-block scales folded in; the lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
+// quant/blocks.h has the types one by one. Precision "fine" is two such products, of the quantised input and of what
+// quantisation lost, in neighbouring rows of ActBlocks that the caller adds: y1 + y2.
 // Float types and precision "exact": element k goes to lane k mod 16 by fma, lanes added by the tree in sum16().
 #pragma once
 
@@ -17,15 +20,22 @@
 
 namespace apu::cpu {
 
-// Quantised activations of T rows: for row t, q + t * k_padded int8, d and s + t * blocks float32.
-// Row offsets are as given here; the order of q within 256 activations and the form of sum16 are the level's own, so
-// quantize and matmul of one table go together.
+// Quantised activations of T rows, row t `blocks` blocks into each array. Half h of block b stands at
+// 16 (b / 8) + 8 h + b mod 8 of a row's halves. A level may order a row's elements otherwise, as only its own kernels
+// read what its quantize writes, but the rows keep these sizes.
 struct ActBlocks {
-  int8_t *q;         // (T, blocks * 32) values in [-127, 127], zero beyond K
-  float *d;          // (T, blocks) scale
-  float *s;          // (T, blocks) d * sum(q)
-  int32_t *sum16;    // (T, blocks, 2) integer sums of each half-block
-  uint32_t blocks;   // ceil(K / 32), rounded up to a multiple of 8; padding blocks have d = 0
+  int8_t *q;       // (T, blocks * 32) values in [-127, 127], zero beyond K
+  float *d;        // (T, blocks / 8, 2, 8) scale of a half
+  float *s16;      // (T, blocks / 8, 2, 8) d * sum of the half's q
+  float *s;        // (T, blocks) s16 of the first half + s16 of the second
+  int32_t *sum16;  // (T, blocks / 8, 2, 8) sum of the half's q
+  uint32_t blocks; // ceil(K / 32), rounded up to a multiple of 8; padding has d = 0
+
+  // Rows from there on. Always inline: no copy may carry a level's instructions into other code.
+  [[gnu::always_inline]] ActBlocks from(size_t row) const {
+    const size_t b = row * blocks;
+    return {q + b * 32, d + 2 * b, s16 + 2 * b, s + b, sum16 + 2 * b, blocks};
+  }
 };
 
 struct Matrix { // rows [0, n) of one segment
@@ -53,10 +63,10 @@ struct KernelTable {
   // Row helpers of the other ops.
   float (*dot)(const float *a, const float *b, uint32_t n);
   float (*dot_f16)(const float *a, const uint16_t *b, uint32_t n);
-  void (*axpy)(float scale, const float *x, float *y, uint32_t n);          // y += scale * x
-  void (*axpy_f16)(float scale, const uint16_t *x, float *y, uint32_t n);   // y += scale * x
+  void (*axpy)(float scale, const float *x, float *y, uint32_t n);        // y += scale * x
+  void (*axpy_f16)(float scale, const uint16_t *x, float *y, uint32_t n); // y += scale * x
   void (*scale)(float scale, float *y, uint32_t n);
-  void (*f32_to_f16)(const float *in, uint16_t *out, uint32_t n);           // round to nearest even
+  void (*f32_to_f16)(const float *in, uint16_t *out, uint32_t n); // round to nearest even
   void (*rms_norm)(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n);
   void (*silu_mul)(const float *gate, const float *up, float *out, uint32_t n);
   void (*gelu_tanh_mul)(const float *gate, const float *up, float *out, uint32_t n);
@@ -75,7 +85,7 @@ const KernelTable *kernel_table(uint32_t isa);
 uint32_t best_isa();
 
 const KernelTable *portable_table();
-const KernelTable *avx2_table();   // null on builds for other architectures
+const KernelTable *avx2_table(); // null on builds for other architectures
 const KernelTable *avx512_table();
 
 } // namespace apu::cpu

@@ -31,20 +31,17 @@ struct ActLayout {
   uint32_t blocks;
   explicit ActLayout(uint32_t k) : blocks((k + 255) / 256 * 8) {}
   size_t bytes(size_t rows) const {
-    return aligned(rows * blocks * 32) + 2 * aligned(rows * blocks * 4) + aligned(rows * blocks * 8);
+    return aligned(rows * blocks * 32) + 3 * aligned(rows * blocks * 8) + aligned(rows * blocks * 4);
   }
   ActBlocks at(uint8_t *base, size_t rows) const {
     ActBlocks a;
     a.blocks = blocks;
     a.q = reinterpret_cast<int8_t *>(base);
     a.d = reinterpret_cast<float *>(base += aligned(rows * blocks * 32));
-    a.s = reinterpret_cast<float *>(base += aligned(rows * blocks * 4));
-    a.sum16 = reinterpret_cast<int32_t *>(base += aligned(rows * blocks * 4));
+    a.s16 = reinterpret_cast<float *>(base += aligned(rows * blocks * 8));
+    a.sum16 = reinterpret_cast<int32_t *>(base += aligned(rows * blocks * 8));
+    a.s = reinterpret_cast<float *>(base += aligned(rows * blocks * 8));
     return a;
-  }
-  static ActBlocks from(const ActBlocks &a, size_t row) {
-    return {a.q + row * a.blocks * 32, a.d + row * a.blocks, a.s + row * a.blocks, a.sum16 + row * a.blocks * 2,
-            a.blocks};
   }
 };
 

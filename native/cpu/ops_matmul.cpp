@@ -3,10 +3,12 @@
 // The input is normed and quantised once: by every worker for itself when there are one or two rows (cheaper than a
 // barrier), else split by rows. Then the matrices' rows, all matrices together, are split into units of 8 (few rows) or
 // 32 (many), so that each worker streams one contiguous part of the weights. A gated pair computes gate and up of the
-// same rows into the worker's tile and writes only act(gate) * up.
+// same rows into the worker's tile and writes only act(gate) * up. Precision "fine" gives the kernels two rows of int8
+// for each input row, of the input and of what its quantisation lost, and adds the results in pairs.
 #include "cpu/ops.h"
 
 #include "common.h"
+#include "quant/activations.h"
 
 #include <cmath>
 #include <cstring>
@@ -21,7 +23,7 @@ constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at onc
 constexpr uint32_t kMaxChunkRows = 256;
 constexpr uint32_t kMaxTile = 512; // input rows computed in one call
 constexpr size_t kTileFloats = size_t(kMaxTile) * kWideUnit;
-static_assert(kTileFloats >= size_t(kMany) * kMaxChunkRows);
+static_assert(kTileFloats >= 2 * size_t(kMany) * kMaxChunkRows); // two terms
 
 struct Side {
   const Tensor *w = nullptr;   // (N, K)
@@ -51,24 +53,33 @@ public:
       s.quantized = is_quantized(s.w->d.dtype) && op.i[1] != APU_PRECISION_EXACT;
       (s.quantized ? any_quantized_ : any_float_) = true;
     }
+    terms_ = any_quantized_ && op.i[1] == APU_PRECISION_FINE ? 2 : 1;
     work_bytes_ = b.kernels().work_bytes(k_);
     // A tile's call must stay far below the time in which a cancellation is to be noticed.
     uint64_t macs = &b.kernels() == portable_table() ? 1u << 23 : 1u << 28;
-    tile_ = uint32_t(std::clamp<uint64_t>(macs / kWideUnit / k_ / 32 * 32, 32, kMaxTile));
+    tile_ = uint32_t(std::clamp<uint64_t>(macs / kWideUnit / k_ / terms_ / 32 * 32, 32, kMaxTile / terms_));
     uint64_t rows = std::max<uint64_t>(in_tensor_.rows, 1);
     Workspace &ws = b.workspace;
-    ws.act_bytes = std::max(ws.act_bytes, any_quantized_ ? layout_.bytes(rows) : 0);
+    ws.act_bytes = std::max(ws.act_bytes, any_quantized_ ? layout_.bytes(rows * terms_) : 0);
     ws.normed_bytes = std::max(ws.normed_bytes, any_float_ && norm_ ? rows * k_ * sizeof(float) : 0);
-    ws.worker_bytes =
-        std::max(ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) + layout_.bytes(kRedundantRows) +
-                                      2 * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
+    ws.worker_bytes = std::max(
+        ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) + layout_.bytes(kRedundantRows * terms_) +
+                             aligned(terms_ == 2 ? k_ * sizeof(float) : 0) +
+                             (1 + terms_) * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
     uint32_t rows = run.rows(in_tensor_);
     if (rows == 0) return;
     Bump scratch = run.scratch(worker);
-    Call c{run, scratch.take<float>(kTileFloats), scratch.take<float>(kTileFloats), scratch.bytes(work_bytes_), in_, {},
+    Call c{run,
+           scratch.take<float>(kTileFloats),
+           scratch.take<float>(kTileFloats),
+           terms_ == 2 ? scratch.take<float>(kTileFloats) : nullptr,
+           terms_ == 2 ? scratch.take<float>(k_) : nullptr,
+           scratch.bytes(work_bytes_),
+           in_,
+           {},
            rows};
     prepare(worker, run, scratch, c);
     uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit;
@@ -103,11 +114,21 @@ private:
     Run &run;
     float *tile; // (rows, units' rows)
     float *tile2;
+    float *pairs;    // (rows, 2, units' rows) where there are two terms
+    float *residual; // (K) likewise
     void *work;
     const float *x; // (T, K)
-    ActBlocks a;
+    ActBlocks a;    // (T, terms) rows
     uint32_t rows;
   };
+
+  void quantize(const Call &c, const float *x, size_t t) const {
+    const KernelTable &kernels = *c.run.kernels;
+    kernels.quantize(x, k_, 1, k_, c.a.from(t * terms_));
+    if (terms_ == 1) return;
+    quant::quantize_residual(x, k_, c.residual);
+    kernels.quantize(c.residual, k_, 1, k_, c.a.from(t * terms_ + 1));
+  }
 
   void prepare(Worker &worker, Run &run, Bump &scratch, Call &c) {
     const KernelTable &kernels = *run.kernels;
@@ -118,15 +139,15 @@ private:
         c.x = x;
       }
       if (any_quantized_) {
-        c.a = layout_.at(scratch.bytes(layout_.bytes(c.rows)), c.rows);
-        kernels.quantize(c.x, k_, c.rows, k_, c.a);
+        c.a = layout_.at(scratch.bytes(layout_.bytes(c.rows * terms_)), c.rows * terms_);
+        for (size_t t = 0; t < c.rows; ++t) quantize(c, c.x + t * k_, t);
       }
       return;
     }
     if (!norm_ && !any_quantized_) return;
     float *row = scratch.take<float>(k_);
     float *normed = any_float_ && norm_ ? run.workspace->normed : nullptr; // (T, K)
-    if (any_quantized_) c.a = layout_.at(run.workspace->act, c.rows);
+    if (any_quantized_) c.a = layout_.at(run.workspace->act, c.rows * terms_);
     Split split(worker, c.rows, 1 + 2048 / k_);
     for (uint32_t begin, end; split.next(begin, end);) {
       if (run.stopping()) break;
@@ -137,7 +158,7 @@ private:
           kernels.rms_norm(x, norm_, nullptr, eps_, to, k_);
           x = to;
         }
-        if (any_quantized_) kernels.quantize(x, k_, 1, k_, ActLayout::from(c.a, t));
+        if (any_quantized_) quantize(c, x, t);
       }
     }
     worker.barrier();
@@ -153,14 +174,26 @@ private:
       Matrix matrix{reinterpret_cast<const uint8_t *>(g.address), g.row_stride, s.w->d.dtype, k_};
       float *to = y + (b - begin);
       uint32_t first = uint32_t(b - g.row_begin), last = uint32_t(e - g.row_begin);
-      if (s.quantized)
-        c.run.kernels->matmul(matrix, ActLayout::from(c.a, t0), tn, first, last, to, stride, c.work);
-      else
+      if (!s.quantized)
         c.run.kernels->matmul_float(matrix, c.x + size_t(t0) * k_, k_, tn, first, last, to, stride, c.work);
+      else if (terms_ == 1)
+        c.run.kernels->matmul(matrix, c.a.from(t0), tn, first, last, to, stride, c.work);
+      else
+        add_terms(c, matrix, t0, tn, first, last, to, stride);
     }
     if (!s.bias) return;
     for (uint32_t t = 0; t < tn; ++t)
       for (uint32_t n = begin; n < end; ++n) y[t * stride + n - begin] += s.bias[n];
+  }
+
+  void add_terms(const Call &c, const Matrix &matrix, uint32_t t0, uint32_t tn, uint32_t first, uint32_t last,
+                 float *to, size_t stride) const {
+    const size_t width = last - first;
+    c.run.kernels->matmul(matrix, c.a.from(size_t(t0) * 2), tn * 2, first, last, c.pairs, width, c.work);
+    for (size_t t = 0; t < tn; ++t) {
+      const float *pair = c.pairs + 2 * t * width;
+      for (size_t n = 0; n < width; ++n) to[t * stride + n] = pair[n] + pair[width + n];
+    }
   }
 
   void compute(const Call &c, uint32_t m, uint32_t begin, uint32_t end) const {
@@ -203,6 +236,7 @@ private:
   Side sides_[4];
   uint32_t count_ = 0;
   bool any_quantized_ = false, any_float_ = false;
+  uint32_t terms_ = 1; // of a quantised input
   void (*activation_)(const float *, const float *, float *, uint32_t) = nullptr;
   size_t work_bytes_ = 0;
   uint32_t tile_ = kMaxTile;

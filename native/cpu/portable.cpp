@@ -47,45 +47,43 @@ template <class Use> void with_block_type(uint32_t dtype, const Use &use) {
 
 // ---- activations
 
-void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  for (uint32_t t = 0; t < rows; ++t)
+void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &all) {
+  for (uint32_t t = 0; t < rows; ++t) {
+    const ActBlocks a = all.from(t);
+    const float *row = x + t * x_stride;
     for (uint32_t b = 0; b < a.blocks; ++b) {
-      const size_t block = size_t{t} * a.blocks + b;
-      const uint32_t begin = b * kBlock;
-      const uint32_t count = begin >= k ? 0 : (k - begin < kBlock ? k - begin : kBlock);
-      quant::quantize_block(x + t * x_stride + (count ? begin : 0), count, a.q + block * kBlock, a.d + block,
-                            a.s + block, a.sum16 + 2 * block);
+      for (uint32_t h = 0; h < 2; ++h) {
+        const uint32_t begin = b * kBlock + 16 * h, left = begin < k ? k - begin : 0;
+        const size_t i = quant::half_index(b, h);
+        a.d[i] = quant::quantize_half(left ? row + begin : row, left < 16 ? left : 16, a.q + begin, a.sum16 + i);
+        a.s16[i] = a.d[i] * static_cast<float>(a.sum16[i]);
+      }
+      a.s[b] = a.s16[quant::half_index(b, 0)] + a.s16[quant::half_index(b, 1)];
     }
+  }
 }
 
 // ---- quantised types
 
-template <uint32_t kCount> int32_t dot(const int8_t *a, const int8_t *b) {
+int32_t dot16(const int8_t *a, const int8_t *b) {
   int32_t sum = 0;
-  for (uint32_t i = 0; i < kCount; ++i) sum += int32_t{a[i]} * b[i];
+  for (uint32_t i = 0; i < 16; ++i) sum += int32_t{a[i]} * b[i];
   return sum;
 }
 
-// I_b of blocks.h.
-template <class Type> int32_t integer_of(const BlockScales &c, const int8_t *w, const int8_t *q) {
-  if constexpr (Type::sub_block == kBlock) return dot<kBlock>(w, q);
-  return c.sc[0] * dot<16>(w, q) + c.sc[1] * dot<16>(w + 16, q + 16);
-}
-
-template <class Type>
-float dot_row(const int8_t *w, const BlockScales *scales, uint32_t blocks, const ActBlocks &a, uint32_t t) {
-  const size_t first = size_t{t} * a.blocks;
-  const int8_t *q = a.q + kBlock * first;
-  const int32_t *sum16 = a.sum16 + 2 * first;
+template <class Type> float dot_row(const int8_t *w, const BlockScales *scales, uint32_t blocks, const ActBlocks &a) {
   float lane[kLanes] = {};
   for (uint32_t b = 0; b < blocks; ++b) {
     const BlockScales &c = scales[b];
     float &acc = lane[b % kLanes];
-    const float d = a.d[first + b];
-    acc = quant::block_step(acc, integer_of<Type>(c, w + kBlock * b, q + kBlock * b), c.ws, d);
-    if constexpr (Type::minimum == Minimum::per_block) acc = quant::block_step_minimum(acc, c.wm, a.s[first + b]);
+    int32_t low = dot16(w + kBlock * b, a.q + kBlock * b);
+    int32_t high = dot16(w + kBlock * b + 16, a.q + kBlock * b + 16);
+    if constexpr (Type::sub_block == 16) low *= c.sc[0], high *= c.sc[1];
+    const size_t h0 = quant::half_index(b, 0), h1 = quant::half_index(b, 1);
+    acc = std::fma(c.ws, quant::add_halves(low, high, a.d[h0], a.d[h1]), acc);
+    if constexpr (Type::minimum == Minimum::per_block) acc = std::fma(c.wm, a.s[b], acc);
     if constexpr (Type::minimum == Minimum::per_half)
-      acc = quant::block_step_minimum16(acc, c.m[0] * sum16[2 * b] + c.m[1] * sum16[2 * b + 1], c.wm, d);
+      acc = std::fma(c.wm, quant::add_halves(c.m[0], c.m[1], a.s16[h0], a.s16[h1]), acc);
   }
   return quant::sum8(lane);
 }
@@ -112,7 +110,8 @@ struct MatmulRows {
         std::memcpy(values + kBlock * b, block.q, kBlock);
         scales[b] = {block.ws, block.wm, {block.sc[0], block.sc[1]}, {block.m[0], block.m[1]}};
       }
-      for (uint32_t t = 0; t < rows; ++t) y[t * y_stride + (n - begin)] = dot_row<Type>(values, scales, blocks, a, t);
+      for (uint32_t t = 0; t < rows; ++t)
+        y[t * y_stride + (n - begin)] = dot_row<Type>(values, scales, blocks, a.from(t));
     }
   }
 };

@@ -233,7 +233,7 @@ apu_status check_matmul(const OpCheck &c) {
   TRY(c.positive("f0 (eps)", op.f[0], true));
   TRY(c.positive("f1 (soft cap)", op.f[1], true));
   TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
-  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_EXACT));
+  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_FINE));
   bool gated = op.i[0] != APU_ACT_NONE, ended = false;
   for (int m = 0; m < 4; ++m) {
     if (op.w[1 + m] == APU_NONE) {

@@ -7,17 +7,23 @@
 #include "blocks.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <string.h>
 
 namespace apu::quant {
 
-// A block whose largest magnitude is below this is zero: 1 / d must not overflow.
+// A half whose largest magnitude is below this is zero: 1 / d must not overflow.
 inline constexpr float kSmallestAmax = 0x1p-100f;
 
-// Quantises x[0..count), count <= 32, to q[32] (zero beyond count), d, s = d * sum(q), and the sums of both halves.
+// Where half h of block b stands among a row's d, s16 and sum16: (blocks / 8, 2, 8).
+static inline size_t half_index(size_t b, size_t h) {
+  return b / 8 * 16 + 8 * h + b % 8;
+}
+
+// Quantises x[0..count), count <= 16, to q[16] (zero beyond count); returns d, and the sum of q in *sum.
 //   amax = max |x|;  d = amax / 127;  q = round_to_even(x * (1 / d))
-// A block that holds an infinity or a NaN gets q = 0 and d = s = NaN, so that every product of the row becomes NaN.
-static inline void quantize_block(const float *x, uint32_t count, int8_t *q, float *d, float *s, int32_t *sum16) {
+// A half that holds an infinity or a NaN gets q = 0 and d = NaN, so that every product of the row becomes NaN.
+static inline float quantize_half(const float *x, uint32_t count, int8_t *q, int32_t *sum) {
   uint32_t amax_bits = 0; // of non-negative floats the bits order as the values do, NaN last
   for (uint32_t k = 0; k < count; k++) {
     uint32_t bits;
@@ -27,35 +33,41 @@ static inline void quantize_block(const float *x, uint32_t count, int8_t *q, flo
   }
   float amax;
   memcpy(&amax, &amax_bits, 4);
-  memset(q, 0, kBlock);
-  sum16[0] = sum16[1] = 0;
-  *d = *s = 0.0f;
-  if (amax_bits >= 0x7f800000u) {
-    *d = *s = __builtin_nanf("");
-    return;
-  }
-  if (amax < kSmallestAmax) return;
+  memset(q, 0, 16);
+  *sum = 0;
+  if (amax_bits >= 0x7f800000u) return __builtin_nanf("");
+  if (amax < kSmallestAmax) return 0.0f;
   const float scale = amax / 127.0f;
   const float inverse = 1.0f / scale;
   for (uint32_t k = 0; k < count; k++) {
     const float shifted = x[k] * inverse + 12582912.0f; // 1.5 * 2^23: rounds to an integer, ties to even
     q[k] = static_cast<int8_t>(static_cast<int32_t>(shifted - 12582912.0f));
-    sum16[k / 16] += q[k];
+    *sum += q[k];
   }
-  *d = scale;
-  *s = scale * static_cast<float>(sum16[0] + sum16[1]);
+  return scale;
 }
 
-// acc + I * ws * d, the canonical step of a block without its minimum.
-static inline float block_step(float acc, int32_t integer, float ws, float d) {
-  return fmaf(static_cast<float>(integer), ws * d, acc);
+// What quantisation loses, x - d * q rounded once: the second term's input where precision is "fine". In double the
+// product is exact, and so is the difference: 7 and 24 bits, and q = 0 where x is far below d.
+static inline void quantize_residual(const float *x, uint32_t k, float *out) {
+  for (uint32_t i = 0; i < k; i += 16) {
+    const uint32_t count = k - i < 16 ? k - i : 16;
+    int8_t q[16];
+    int32_t sum;
+    const double d = static_cast<double>(quantize_half(x + i, count, q, &sum));
+    for (uint32_t j = 0; j < count; j++) out[i + j] = static_cast<float>(static_cast<double>(x[i + j]) - d * q[j]);
+  }
 }
-// The minimum of a 32-wide sub-block, and of two 16-wide ones (m = m0 * sum16[0] + m1 * sum16[1]).
-static inline float block_step_minimum(float acc, float wm, float s) {
-  return fmaf(wm, s, acc);
+
+// One scale a block, only for the AVX2 sources until they follow.
+static inline void quantize_block(const float *x, uint32_t count, int8_t *q, float *d, float *s, int32_t *sum16) {
+  *d = quantize_half(x, count < 16 ? count : 16, q, sum16);
+  *s = 0.0f;
 }
-static inline float block_step_minimum16(float acc, int32_t m, float wm, float d) {
-  return fmaf(static_cast<float>(m), wm * d, acc);
+
+// d_0 * I_0 + d_1 * I_1, of a block's dot product and of its minimums (I = m, d = s16).
+static inline float add_halves(int32_t i0, int32_t i1, float d0, float d1) {
+  return fmaf(static_cast<float>(i1), d1, static_cast<float>(i0) * d0);
 }
 
 static inline float sum8(const float *v) {

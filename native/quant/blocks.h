@@ -2,15 +2,15 @@
 // Shared by CPU and GPU sources, so: no includes beyond stdint, every member a byte (alignment 1: a block may start
 // at any address), 16-bit fields little-endian. Formats: the GGUF specification and the gguf package's dequantiser.
 //
-// Canonical arithmetic. Activations of EVERY quantised type are int8 in blocks of 32 with a float32 scale
+// Canonical arithmetic. Activations of EVERY quantised type are int8 in blocks of 32, a float32 scale d for each half
 // (activations.h). A weight row is seen as 32-blocks b = 0, 1, ... (a K-quant superblock is eight of them) and gives
-// per block integers q[32], a float scale ws, and for some types a minimum:
-//   I_b = sum_k q[k] * y[k]                      sub-blocks of 32: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K
-//   I_b = sc0 * sum_{k<16} + sc1 * sum_{k>=16}   sub-blocks of 16: Q2_K Q3_K Q6_K; an exact integer, |I_b| < 2^24
-//   acc[b mod 8] = fma(float(I_b), ws_b * d_b, acc[b mod 8])
-// and then in the same lane, where the type has a minimum,
-//   Q4_1 Q5_1 Q4_K Q5_K: acc = fma(wm_b, s_b, acc),  s_b = d_b * float(sum_k y[k])
-//   Q2_K:                acc = fma(float(m0 * sum_{k<16} y + m1 * sum_{k>=16} y), wm_b * d_b, acc)
+// per block integers q[32], a float scale ws, and for some types a minimum. For the halves h = 0 (k < 16) and 1:
+//   I_h = sum_{k in h} q[k] * y[k]             sub-blocks of 32: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K
+//   I_h = sc_h * sum_{k in h} q[k] * y[k]      sub-blocks of 16: Q2_K Q3_K Q6_K; an exact integer, |I_h| < 2^24
+//   acc[b mod 8] = fma(ws_b, fma(float(I_1), d_1, float(I_0) * d_0), acc[b mod 8])
+// and then in the same lane, where the type has a minimum, with s16_h = d_h * float(sum_{k in h} y[k]),
+//   Q4_1 Q5_1 Q4_K Q5_K: acc = fma(wm_b, s_b, acc),  s_b = s16_0 + s16_1
+//   Q2_K:                acc = fma(wm_b, fma(float(m_1), s16_1, float(m_0) * s16_0), acc)
 // over b ascending; the result is sum8(acc). Values per type (float32; every product that forms ws or wm is exact):
 //   type  q          ws        wm              type  q                         ws          wm
 //   Q4_0  nibble-8   d         -               Q2_K  2 bits, sc = low nibble   d           -dmin, m = high nibble
