@@ -16,58 +16,61 @@ constexpr int kTileRows = 32;
 constexpr uint32_t kActRows = kGemmRows;
 
 struct Tile {
-  uint8_t *w;      // (blocks, 8, 32, 4): step, row, byte
-  float *ws;       // (blocks, 32)
-  float *wm;       // (blocks, 32)
-  int32_t *scales; // (blocks, 2, 32)
-  int32_t *mins;   // (blocks, 32) pairs of int16, of both halves
+  uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte
+  float *ws;     // (blocks, 32)
+  float *wm;     // (blocks, 32)
+  float *scales; // (blocks, 2, 32)
+  float *mins;   // (blocks, 2, 32)
 };
-constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 4);
+constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 8);
 
 // Block b of eight rows of activations. Rows are addressed as base + {0, 1, 2, 3} strides from rows 0 and 4: sixteen
 // registers hold no pointer per row and array.
 struct ActivationBlock {
   const int8_t *q[2];
   const float *d[2];
+  const float *s16[2];
   const float *s[2];
   const int32_t *sum16[2];
-  size_t strides[4]; // times the bytes of a float, in d and s; sum16 takes twice, q eight times as much
+  size_t strides[4]; // times the bytes of a float, in s; halves take twice, q eight times as much
 
   explicit ActivationBlock(const ActBlocks &a, size_t row) {
     for (size_t i = 0; i < 2; i++) {
       const size_t at = (row + 4 * i) * a.blocks;
       q[i] = a.q + at * kBlock;
-      d[i] = a.d + at;
+      d[i] = a.d + 2 * at;
+      s16[i] = a.s16 + 2 * at;
       s[i] = a.s + at;
       sum16[i] = a.sum16 + 2 * at;
     }
     for (size_t r = 0; r < 4; r++) strides[r] = r * a.blocks * sizeof(float);
   }
-  APU_INLINE void next() {
+  APU_INLINE void next(size_t block) {
+    const size_t halves = block % kLanes == kLanes - 1 ? kLanes + 1 : 1; // to the next group's
     for (int i = 0; i < 2; i++) {
       q[i] += kBlock;
-      d[i]++;
+      d[i] += halves;
+      s16[i] += halves;
       s[i]++;
-      sum16[i] += 2;
+      sum16[i] += halves;
     }
   }
-  template <class T> APU_INLINE T load(const T *const *rows, int r, int factor) const {
+  template <class T> static APU_INLINE T at(const void *base, size_t bytes) {
     T value;
-    memcpy(&value, reinterpret_cast<const char *>(rows[r / 4]) + factor * strides[r % 4], sizeof value);
+    memcpy(&value, static_cast<const char *>(base) + bytes, sizeof value);
     return value;
   }
   APU_INLINE __m512i four(int r, int i) const { // bytes i .. i + 3 in every dword
-    int32_t v;
-    memcpy(&v, q[r / 4] + 8 * strides[r % 4] + i, sizeof v);
-    return _mm512_set1_epi32(v);
+    return _mm512_set1_epi32(at<int32_t>(q[r / 4] + i, 8 * strides[r % 4]));
   }
-  APU_INLINE __m512 scale(int r) const { return _mm512_set1_ps(load(d, r, 1)); }
-  APU_INLINE __m512 sum(int r) const { return _mm512_set1_ps(load(s, r, 1)); }
-  APU_INLINE int32_t half_sum(int r, int h) const {
-    int32_t v;
-    memcpy(&v, reinterpret_cast<const char *>(sum16[r / 4] + h) + 2 * strides[r % 4], sizeof v);
-    return v;
+  APU_INLINE __m512 scale(int r, int h) const {
+    return _mm512_set1_ps(at<float>(d[r / 4] + 8 * h, 2 * strides[r % 4]));
   }
+  APU_INLINE __m512 half_minimum(int r, int h) const {
+    return _mm512_set1_ps(at<float>(s16[r / 4] + 8 * h, 2 * strides[r % 4]));
+  }
+  APU_INLINE __m512 minimum(int r) const { return _mm512_set1_ps(at<float>(s[r / 4], strides[r % 4])); }
+  APU_INLINE int32_t half_sum(int r, int h) const { return at<int32_t>(sum16[r / 4] + 8 * h, 2 * strides[r % 4]); }
 };
 
 size_t padded_blocks(uint32_t k) {
@@ -97,8 +100,8 @@ struct Staging {
   alignas(64) uint8_t q[16][kGroup];
   alignas(64) float ws[16][8];
   alignas(64) float wm[16][8];
-  alignas(64) int32_t scales[16][16];
-  alignas(64) int32_t mins[16][8];
+  alignas(64) float scales[16][16];
+  alignas(64) float mins[16][16];
 };
 
 template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &staging) {
@@ -106,9 +109,12 @@ template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &st
   _mm256_store_ps(staging.ws[r], g.ws);
   if constexpr (Traits<B>::minimum != Minimum::none) _mm256_store_ps(staging.wm[r], g.wm);
   if constexpr (Traits<B>::minimum == Minimum::per_half)
-    _mm256_store_si256(reinterpret_cast<__m256i *>(staging.mins[r]), g.mins);
-  if constexpr (Traits<B>::sub_block == 16) _mm512_store_si512(staging.scales[r], _mm512_cvtepi16_epi32(g.scales));
+    _mm512_store_ps(staging.mins[r], _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(g.mins)));
+  if constexpr (Traits<B>::sub_block == 16)
+    _mm512_store_ps(staging.scales[r], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(g.scales)));
 }
+
+template <Order O> inline constexpr Table<uint8_t> kPlace{[](int i) { return natural_dword<O>(i); }};
 
 template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t rows, uint32_t k, const Tile &tile) {
   using G = Group<B>;
@@ -127,12 +133,13 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
         else
           stage<B>(G::template load<true, 2>(p, tail), r, staging);
       }
-      for (int b = 0; b < count; b++)
-        for (int h = 0; h < 2; h++) {
-          uint8_t *w = tile.w + static_cast<size_t>(8 * group + b) * kTileRows * kBlock + 512 * h + 64 * half;
-          transpose(staging.q[0] + piece_offset<G::kOrder>(b, h), kGroup, out);
-          for (int i = 0; i < 4; i++) _mm512_store_si512(w + 128 * i, out[i]);
+      for (int piece = 0; piece < kGroup / 16; piece++) {
+        transpose(staging.q[0] + 16 * piece, kGroup, out);
+        for (int i = 0; i < 4; i++) {
+          const int at = kPlace<G::kOrder>.v[4 * piece + i]; // eight dwords a block
+          _mm512_store_si512(tile.w + (static_cast<size_t>(64 * group + at) * 2 + half) * 64, out[i]);
         }
+      }
       // Four blocks' values of 16 rows, to `rows` rows of the tile per block.
       const auto scatter = [&](const void *from, size_t from_stride, int b, int rows, auto *to) {
         transpose(from, from_stride, out);
@@ -144,24 +151,28 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
         scatter(&staging.ws[0][b], sizeof staging.ws[0], b, 1, tile.ws);
         if constexpr (Traits<B>::minimum != Minimum::none)
           scatter(&staging.wm[0][b], sizeof staging.wm[0], b, 1, tile.wm);
-        if constexpr (Traits<B>::minimum == Minimum::per_half)
-          scatter(&staging.mins[0][b], sizeof staging.mins[0], b, 1, tile.mins);
       }
       if constexpr (Traits<B>::sub_block == 16)
         for (int b = 0; b < 8; b += 2) scatter(&staging.scales[0][2 * b], sizeof staging.scales[0], b, 2, tile.scales);
+      if constexpr (Traits<B>::minimum == Minimum::per_half)
+        for (int b = 0; b < 8; b += 2) scatter(&staging.mins[0][2 * b], sizeof staging.mins[0], b, 2, tile.mins);
     }
   }
 }
 
-// acc[r][column] += four consecutive products a dword, over `Steps` steps from byte `first` on, for R rows from R0.
-template <int R, int R0, int Steps>
-APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int first, __m512i (&acc)[R][2]) {
+// acc[r][column] += four consecutive products a dword, over half h of block b, for R rows from R0.
+template <class B, int R, int R0>
+APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int h, __m512i (&acc)[R][2]) {
+  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
 #pragma GCC unroll 8
-  for (int i = 0; i < Steps; i++) {
+  for (int r = 0; r < R; r++)
+    acc[r][0] = acc[r][1] = offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-offset * a.half_sum(R0 + r, h));
+#pragma GCC unroll 8
+  for (int i = 4 * h; i < 4 * h + 4; i++) {
     const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512i v = a.four(R0 + r, first + 4 * i);
+      const __m512i v = a.four(R0 + r, 4 * i);
       acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
       acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
     }
@@ -171,53 +182,33 @@ APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int fir
 // Block b, R rows of activations from R0: the canonical step into the accumulators of lane b mod 8.
 template <class B, int R, int R0>
 APU_INLINE void block_rows(const Tile &tile, const ActivationBlock &a, size_t b, float *lane) {
-  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
   constexpr Minimum minimum = Traits<B>::minimum;
   const uint8_t *w = tile.w + b * kTileRows * kBlock;
-  __m512i acc[R][2];
-  if constexpr (Traits<B>::sub_block == 16) {
-    __m512i second[R][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      acc[r][0] = acc[r][1] = _mm512_set1_epi32(-offset * a.half_sum(R0 + r, 0));
-      second[r][0] = second[r][1] = _mm512_set1_epi32(-offset * a.half_sum(R0 + r, 1));
-    }
-    integer_dots<R, R0, 4>(w, a, 0, acc);
-    integer_dots<R, R0, 4>(w + 512, a, 16, second);
-    const int32_t *scales = tile.scales + b * 2 * kTileRows;
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-      const __m512i sc0 = _mm512_load_si512(scales + 16 * i), sc1 = _mm512_load_si512(scales + kTileRows + 16 * i);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        acc[r][i] = _mm512_add_epi32(_mm512_mullo_epi32(acc[r][i], sc0), _mm512_mullo_epi32(second[r][i], sc1));
-    }
-  } else {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-      acc[r][0] = acc[r][1] = offset == 0
-                                  ? _mm512_setzero_si512()
-                                  : _mm512_set1_epi32(-offset * (a.half_sum(R0 + r, 0) + a.half_sum(R0 + r, 1)));
-    integer_dots<R, R0, 8>(w, a, 0, acc);
-  }
+  __m512i first[R][2], second[R][2];
+  integer_dots<B, R, R0>(w, a, 0, first);
+  integer_dots<B, R, R0>(w, a, 1, second);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const size_t column = b * kTileRows + 16 * i;
+    const float *halves = tile.scales + 2 * b * kTileRows + 16 * i, *mins = tile.mins + 2 * b * kTileRows + 16 * i;
     const __m512 ws = _mm512_load_ps(tile.ws + column);
-    const __m512 wm = minimum == Minimum::none ? ws : _mm512_load_ps(tile.wm + column);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       float *out = lane + (R0 + r) * kTileRows + 16 * i;
-      const __m512 d = a.scale(R0 + r);
-      __m512 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][i]), _mm512_mul_ps(ws, d), _mm512_load_ps(out));
-      if constexpr (minimum == Minimum::per_half) {
-        const uint32_t sum0 = static_cast<uint16_t>(a.half_sum(R0 + r, 0));
-        const uint32_t sum1 = static_cast<uint32_t>(a.half_sum(R0 + r, 1)) << 16;
-        const __m512i pair = _mm512_set1_epi32(static_cast<int32_t>(sum0 | sum1));
-        const __m512i integers = _mm512_madd_epi16(_mm512_load_si512(tile.mins + column), pair);
-        v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(integers), _mm512_mul_ps(wm, d), v);
+      __m512 f0 = _mm512_cvtepi32_ps(first[r][i]), f1 = _mm512_cvtepi32_ps(second[r][i]);
+      if constexpr (Traits<B>::sub_block == 16) { // exact: below 2^24
+        f0 = _mm512_mul_ps(f0, _mm512_load_ps(halves));
+        f1 = _mm512_mul_ps(f1, _mm512_load_ps(halves + kTileRows));
       }
-      if constexpr (minimum == Minimum::per_block) v = add_minimum<B>(wm, a.sum(R0 + r), v);
+      const __m512 t = _mm512_fmadd_ps(f1, a.scale(R0 + r, 1), _mm512_mul_ps(f0, a.scale(R0 + r, 0)));
+      __m512 v = _mm512_fmadd_ps(ws, t, _mm512_load_ps(out));
+      if constexpr (minimum == Minimum::per_half) {
+        const __m512 m = _mm512_mul_ps(_mm512_load_ps(mins), a.half_minimum(R0 + r, 0));
+        v = add_minimum<B>(_mm512_load_ps(tile.wm + column),
+                           _mm512_fmadd_ps(_mm512_load_ps(mins + kTileRows), a.half_minimum(R0 + r, 1), m), v);
+      }
+      if constexpr (minimum == Minimum::per_block)
+        v = add_minimum<B>(_mm512_load_ps(tile.wm + column), a.minimum(R0 + r), v);
       _mm512_store_ps(out, v);
     }
   }
@@ -230,14 +221,10 @@ __attribute__((noinline)) void multiply(const Tile &tile, ActivationBlock a, siz
   alignas(64) float lanes[kLanes][kActRows * kTileRows];
   memset(lanes, 0, sizeof lanes);
 #pragma GCC unroll 1
-  for (size_t b = 0; b < blocks; b++, a.next()) {
-    float *lane = lanes[b % kLanes];
-    if constexpr (Traits<B>::sub_block == 16) { // two sets of sums of eight rows would not fit the registers
-      block_rows<B, 4, 0>(tile, a, b, lane);
-      block_rows<B, 4, 4>(tile, a, b, lane);
-    } else {
-      block_rows<B, 8, 0>(tile, a, b, lane);
-    }
+  for (size_t b = 0; b < blocks; a.next(b++)) {
+    float *lane = lanes[b % kLanes]; // two sets of sums of eight rows would not fit the registers
+    block_rows<B, 4, 0>(tile, a, b, lane);
+    block_rows<B, 4, 4>(tile, a, b, lane);
   }
   for (uint32_t r = 0; r < kActRows; r++)
     for (int i = 0; i < 2; i++) {
@@ -257,8 +244,8 @@ void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begi
   auto *bytes = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
   const Tile tile{bytes, reinterpret_cast<float *>(bytes + blocks * kTileRows * kBlock),
                   reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 4)),
-                  reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 8)),
-                  reinterpret_cast<int32_t *>(bytes + blocks * kTileRows * (kBlock + 16))};
+                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 8)),
+                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 16))};
   for (uint32_t n = begin; n < end; n += kTileRows) {
     const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
     unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);

@@ -1,10 +1,10 @@
 // Eight consecutive 32-blocks of a weight row (eight legacy blocks, or one K-quant superblock) in registers.
 // Group<B>::load unpacks the file's bytes once to 256 unsigned integers and eight float scales; dot() multiplies them
-// with one row's int8 activations and returns the blocks' eight integers I_b in order, so that the canonical step
-// (quant/blocks.h) is one convert and one FMA per eight blocks. Sums inside a block go through 16-bit packs where
-// they provably fit: |weight| * 127 * terms < 2^15.
-// The integers keep the order in which the bytes fall out of the file's layout; activations are packed to match
-// (piece_offset), which costs nothing per weight row.
+// with one row's int8 activations and returns the blocks' sixteen integers I_h in planes, I_0 of the eight blocks and
+// then I_1, so that the canonical step (quant/blocks.h) is one convert and three multiplications per eight blocks.
+// Sums inside a block go through 16-bit packs where they provably fit: |weight| * 127 * terms < 2^15.
+// The integers keep the order in which the bytes fall out of the file's layout (natural_dword); activations are packed
+// to match, which costs nothing per weight row.
 #pragma once
 
 #include "avx512_common.h"
@@ -18,30 +18,73 @@ using namespace apu::quant;
 
 inline constexpr int kGroup = 256; // elements
 
-// Where 16-element piece h of 32-block b lies among a group's 256 unpacked integers and packed activations.
-enum class Order { natural, nibbles, pairs, split };
-template <Order O> constexpr int piece_offset(int b, int h) {
+// The order of a group's 256 integers. natural: as in the row. split: blocks 0 4 1 5 2 6 3 7. The other two hold eight
+// elements of block b and the same eight of block b + 4 side by side, so that the halves of eight blocks come out of
+// two accumulators: nibbles in registers (8 elements, half) with lanes b, pairs in registers (8 elements, b odd) with
+// lanes (b / 2, half).
+enum class Order { natural, split, nibbles, pairs };
+
+// What stands at dword i of the order: 8 * block + dword of the block.
+template <Order O> constexpr int natural_dword(int i) {
+  const int reg = i / 16, lane = i / 4 % 4, second = i / 2 % 2, low = i % 2;
   switch (O) {
-  case Order::natural: return 32 * b + 16 * h;
-  case Order::nibbles: return 128 * (b / 4) + 64 * h + 16 * (b % 4);                  // lows of 4, highs of 4
-  case Order::pairs: return 128 * (b / 4) + 64 * (b % 2) + 32 * (b / 2 % 2) + 16 * h; // 0 2 1 3 4 6 5 7
-  default: return 64 * (b % 4) + 32 * (b / 4) + 16 * h;                               // 0 4 1 5 2 6 3 7
+  case Order::natural: return i;
+  case Order::split: return 8 * (reg + 4 * (lane / 2)) + i % 8;
+  case Order::nibbles: return 8 * (lane + 4 * second) + 4 * (reg % 2) + 2 * (reg / 2) + low;
+  default: return 8 * (lane / 2 * 2 + reg % 2 + 4 * second) + 4 * (lane % 2) + 2 * (reg / 2) + low;
   }
+}
+// Where the sum of half h of block b stands in what the order's dot product leaves, before it is put into planes.
+template <Order O> constexpr int sum_lane(int b, int h) {
+  switch (O) {
+  case Order::natural: return 4 * (2 * (b % 2) + h) + b / 2;
+  case Order::split: return 4 * (2 * (b / 4) + h) + b % 4;
+  case Order::nibbles: return 4 * (b % 4) + 2 * h + b / 4;
+  default: return 4 * (2 * (b % 4 / 2) + h) + 2 * (b % 2) + b / 4;
+  }
+}
+template <Order O> constexpr int plane_of_lane(int lane) {
+  for (int i = 0; i < 16; i++)
+    if (sum_lane<O>(i % 8, i / 8) == lane) return i;
+  return 0;
+}
+template <Order O> inline constexpr Table<int32_t> kToPlanes{[](int i) { return sum_lane<O>(i % 8, i / 8); }};
+template <Order O> inline constexpr Table<int32_t> kFromPlanes{[](int i) { return plane_of_lane<O>(i); }};
+
+template <Order O> APU_INLINE __m512i to_planes(__m512i sums) {
+  return _mm512_permutexvar_epi32(kToPlanes<O>, sums);
 }
 
 APU_INLINE __m512i dot4(__m512i unsigned8, const int8_t *y) {
   return _mm512_dpbusd_epi32(_mm512_setzero_si512(), unsigned8, load512(y));
 }
-// 32-bit to 16-bit, then neighbours added: per 128-bit lane a0+a1, a2+a3, b0+b1, b2+b3.
-APU_INLINE __m512i add_pairs(__m512i a, __m512i b) {
-  return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
+// Per 128-bit lane a0+a1, a2+a3, b0+b1, b2+b3.
+APU_INLINE __m512i add_even_odd(__m512i a, __m512i b) {
+  const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+  return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)),
+                          _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
 }
-APU_INLINE __m256i add_lanes(__m512i v, const Table<int32_t> &first, const Table<int32_t> &second) {
-  return _mm256_add_epi32(_mm512_castsi512_si256(_mm512_permutexvar_epi32(first, v)),
-                          _mm512_castsi512_si256(_mm512_permutexvar_epi32(second, v)));
+// Per lane the sums of a's, b's, c's and d's four dwords.
+APU_INLINE __m512i add_four(const __m512i *r) {
+  __m512i t[2];
+  for (int i = 0; i < 2; i++)
+    t[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
 }
-APU_INLINE __m256i load_correction(const int32_t *c) {
-  return load256(c);
+
+// I_0 * d_0 + I_1 * d_1 as the canonical step has it; d in planes.
+APU_INLINE __m256 add_halves(__m512 planes, const float *d) {
+  const __m256 first = _mm256_mul_ps(_mm512_castps512_ps256(planes), _mm256_loadu_ps(d));
+  return _mm256_fmadd_ps(_mm512_extractf32x8_ps(planes, 1), _mm256_loadu_ps(d + 8), first);
+}
+
+// Sums of sixteen halves of a group of int8 values, in planes.
+APU_INLINE __m512i half_sums(const int8_t *q) {
+  __m512i r[4];
+  for (int i = 0; i < 4; i++)
+    r[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), load512(q + 64 * i));
+  return to_planes<Order::natural>(add_four(r));
 }
 
 // acc + wm * s; the groups of K-quants hold the value that is subtracted.
@@ -109,9 +152,6 @@ template <class B> struct NibbleGroup {
     return 32 * (k / 4) + block(k % 4) / 2 + field;
   }};
   static constexpr Table<uint16_t> kQuadScales{[](int i) { return index(block(i % 4) + 2 * (i / 4 % 2)) / 2; }};
-  static constexpr Table<int32_t> kFirst{[](int i) { return 4 * (i % 4) + 2 * (i / 4 % 2); }};
-  static constexpr Table<int32_t> kSecondOf{[](int i) { return 4 * (i % 4) + 2 * (i / 4 % 2) + 1; }};
-
   template <bool Masked> static APU_INLINE __m512i load_first(const uint8_t *p, const Tail &t, int i) {
     return loaded(Masked ? _mm512_maskz_loadu_epi8(t.first[i], p) : load512(p));
   }
@@ -137,19 +177,17 @@ template <class B> struct NibbleGroup {
   template <bool Masked, int Quads>
   static APU_INLINE NibbleGroup load_quads(const uint8_t *quad0, const uint8_t *quad1, const Tail &t) {
     NibbleGroup g;
-    const __m512i low4 = _mm512_set1_epi8(15);
-    __m512i first[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}, rest[2] = {first[0], first[0]};
+    const __m512i low4 = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
+    __m512i first[2] = {zero, zero}, rest[2] = {zero, zero}, nibbles[2] = {zero, zero}, low[2], high[2];
     for (int i = 0; i < 2; i++) {
       if (i >= Quads) {
-        g.q[2 * i] = g.q[2 * i + 1] = _mm512_setzero_si512();
+        low[i] = high[i] = zero;
         continue;
       }
       const uint8_t *p = i == 0 ? quad0 : quad1;
       first[i] = load_first<Masked>(p, t, i);
       rest[i] = load_rest<Masked>(p, t, i);
-      const __m512i nibbles = _mm512_permutex2var_epi8(first[i], kNibbles, rest[i]);
-      __m512i low = _mm512_and_si512(nibbles, low4);
-      __m512i high = high_nibbles(nibbles);
+      nibbles[i] = _mm512_permutex2var_epi8(first[i], kNibbles, rest[i]);
       if constexpr (kFive) {
         __mmask64 low_bits, high_bits;
         if constexpr (Masked) {
@@ -164,11 +202,24 @@ template <class B> struct NibbleGroup {
           high_bits = _pext_u64(a, ~lows) | _pext_u64(b, ~lows) << 32;
         }
         const __m512i sixteen = _mm512_set1_epi8(16);
-        low = _mm512_mask_add_epi8(low, low_bits, low, sixteen);
-        high = _mm512_mask_add_epi8(high, high_bits, high, sixteen);
+        low[i] = _mm512_and_si512(nibbles[i], low4);
+        low[i] = _mm512_mask_add_epi8(low[i], low_bits, low[i], sixteen);
+        high[i] = high_nibbles(nibbles[i]);
+        high[i] = _mm512_mask_add_epi8(high[i], high_bits, high[i], sixteen);
       }
-      g.q[2 * i] = low;
-      g.q[2 * i + 1] = high;
+    }
+    if constexpr (kFive) {
+      g.q[0] = _mm512_unpacklo_epi64(low[0], low[1]);
+      g.q[1] = _mm512_unpacklo_epi64(high[0], high[1]);
+      g.q[2] = _mm512_unpackhi_epi64(low[0], low[1]);
+      g.q[3] = _mm512_unpackhi_epi64(high[0], high[1]);
+    } else {
+      const __m512i x = _mm512_unpacklo_epi64(nibbles[0], nibbles[1]);
+      const __m512i y = _mm512_unpackhi_epi64(nibbles[0], nibbles[1]);
+      g.q[0] = _mm512_and_si512(x, low4);
+      g.q[1] = high_nibbles(x);
+      g.q[2] = _mm512_and_si512(y, low4);
+      g.q[3] = high_nibbles(y);
     }
     if constexpr (!kFive) {
       const __m512i halves = _mm512_permutex2var_epi16(first[0], kScales, first[1]);
@@ -189,11 +240,12 @@ template <class B> struct NibbleGroup {
     return g;
   }
 
-  template <int Quads> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
-    __m512i r[2] = {_mm512_dpbusd_epi32(dot4(q[0], y), q[1], load512(y + 64)), _mm512_setzero_si512()};
-    if constexpr (Quads == 2) r[1] = _mm512_dpbusd_epi32(dot4(q[2], y + 128), q[3], load512(y + 192));
-    const __m256i sum = add_lanes(add_pairs(r[0], r[1]), kFirst, kSecondOf); // 8 * 31 * 127 < 2^15
-    return kMin ? sum : _mm256_sub_epi32(sum, load256(c));
+  // c: -offset * sum(y) of the halves, where the sums stand.
+  APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
+    const __m512i low = _mm512_dpbusd_epi32(dot4(q[0], y), q[2], load512(y + 128)); // 8 * 31 * 127 < 2^15
+    const __m512i high = _mm512_dpbusd_epi32(dot4(q[1], y + 64), q[3], load512(y + 192));
+    const __m512i words = _mm512_packs_epi32(low, high), ones = _mm512_set1_epi16(1);
+    return to_planes<kOrder>(kMin ? _mm512_madd_epi16(words, ones) : _mm512_dpwssd_epi32(load512(c), words, ones));
   }
 };
 
@@ -213,8 +265,6 @@ inline constexpr Table<uint8_t> kQ8Pair[4] = {Table<uint8_t>{[](int i) { return 
                                               Table<uint8_t>{[](int i) { return 14 + i + 2 * (i / 32); }}};
 inline constexpr Table<uint16_t> kQ8Scales[2] = {Table<uint16_t>{[](int i) { return i % 4 * 17; }},
                                                  Table<uint16_t>{[](int i) { return i % 4 * 17 + 4; }}};
-inline constexpr Table<int32_t> kQ8First{[](int i) { return i / 2 % 4 + 8 * (i % 2); }};
-inline constexpr Table<int32_t> kQ8Second{[](int i) { return i / 2 % 4 + 8 * (i % 2) + 4; }};
 
 template <> struct Group<Q8_0> {
   static constexpr Order kOrder = Order::natural;
@@ -253,21 +303,15 @@ template <> struct Group<Q8_0> {
     return g;
   }
 
-  template <int Quads> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
-    __m512i r[4], t[2];
-    for (int i = 0; i < 4; i++) r[i] = i < 2 * Quads ? dot4(q[i], y + 64 * i) : _mm512_setzero_si512();
-    for (int i = 0; i < 2; i++)
-      t[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]),
-                              _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
-    const __m512i u = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
-    return _mm256_sub_epi32(add_lanes(u, kQ8First, kQ8Second), load256(c));
+  // c: -128 * sum(y) of the halves, in planes.
+  APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
+    __m512i r[4];
+    for (int i = 0; i < 4; i++) r[i] = dot4(q[i], y + 64 * i);
+    return _mm512_add_epi32(to_planes<kOrder>(add_four(r)), load512(c));
   }
 };
 
 // ---- Q4_K, Q5_K
-
-inline constexpr Table<int32_t> kPairsFirst{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2); }};
-inline constexpr Table<int32_t> kPairsSecond{[](int i) { return i % 2 + 2 * (i / 4 % 2) + 8 * (i / 2 % 2) + 4; }};
 
 // d * sc and dmin * m of the eight sub-blocks; six-bit fields are unpacked by the scalar ports, which are idle.
 APU_INLINE void scales_min_k4(const uint8_t *p, __m256 &ws, __m256 &wm) {
@@ -296,6 +340,11 @@ template <int Low, int High, int To> APU_INLINE __m512i high_bit(__m512i bits) {
   static constexpr Table<uint64_t> move{[](int i) { return bit_move(i < 4 ? Low : High, To); }};
   return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
 }
+// In the order of pairs: bits of blocks 0 4 0 4 2 6 2 6, or of those after them.
+template <int Odd> APU_INLINE __m512i fifth_bit(__m512i bits) {
+  static constexpr Table<uint64_t> move{[](int i) { return bit_move(i / 4 * 2 + i % 2 * 4 + Odd, 4); }};
+  return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+}
 
 template <class B> struct PairsGroup {
   static constexpr Order kOrder = Order::pairs;
@@ -313,26 +362,26 @@ template <class B> struct PairsGroup {
     scales_min_k4(p, g.ws, g.wm);
     const __m512i low4 = _mm512_set1_epi8(15);
     const uint8_t *qs = p + sizeof(B) - 128;
+    const __m512i first = loaded(load512(qs)), second = loaded(load512(qs + 64));
+    const __m512i nibbles[2] = {_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second)};
     for (int i = 0; i < 2; i++) {
-      const __m512i nibbles = loaded(load512(qs + 64 * i));
       if constexpr (!kFive) {
-        g.q[2 * i] = _mm512_and_si512(nibbles, low4);
-        g.q[2 * i + 1] = high_nibbles(nibbles);
+        g.q[2 * i] = _mm512_and_si512(nibbles[i], low4);
+        g.q[2 * i + 1] = high_nibbles(nibbles[i]);
       } else {
-        const __m512i bits = _mm512_broadcast_i64x4(load256(p + 16));
-        const __m512i low_bit = i == 0 ? high_bit<0, 2, 4>(bits) : high_bit<4, 6, 4>(bits);
-        const __m512i high_bit4 = i == 0 ? high_bit<1, 3, 4>(bits) : high_bit<5, 7, 4>(bits);
-        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, low_bit, 0xea); // (a & b) | c
-        g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, high_bit4, 0xea);
+        const __m512i all = _mm512_broadcast_i64x4(load256(p + 16));
+        const __m512i bits = i == 0 ? _mm512_unpacklo_epi64(all, all) : _mm512_unpackhi_epi64(all, all);
+        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles[i], low4, fifth_bit<0>(bits), 0xea); // (a & b) | c
+        g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles[i], 4), low4, fifth_bit<1>(bits), 0xea);
       }
     }
     return g;
   }
 
-  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *) const {
-    const __m512i a = add_pairs(dot4(q[0], y), dot4(q[1], y + 64)); // 4 * 31 * 127, then twice that: < 2^15
-    const __m512i b = add_pairs(dot4(q[2], y + 128), dot4(q[3], y + 192));
-    return add_lanes(add_pairs(a, b), kPairsFirst, kPairsSecond);
+  APU_INLINE __m512i dot(const int8_t *y, const int32_t *) const {
+    const __m512i even = _mm512_dpbusd_epi32(dot4(q[0], y), q[2], load512(y + 128)); // 8 * 31 * 127 < 2^15
+    const __m512i odd = _mm512_dpbusd_epi32(dot4(q[1], y + 64), q[3], load512(y + 192));
+    return to_planes<kOrder>(_mm512_madd_epi16(_mm512_packs_epi32(even, odd), _mm512_set1_epi16(1)));
   }
 };
 
@@ -353,21 +402,8 @@ inline constexpr Table<uint16_t> kHalfScales[2] = {
       const int j = i / 8, r = 2 + i / 4 % 2;
       return O == Order::natural ? 4 * r + j : 2 * r + j % 2 + 8 * (j / 2);
     }}};
-template <Order O>
-inline constexpr Table<int32_t> kHalvesFirst{
-    [](int i) { return O == Order::natural ? i / 2 % 4 + 8 * (i % 2) : i % 4 + 8 * (i / 4 % 2); }};
-template <Order O>
-inline constexpr Table<int32_t> kHalvesSecond{
-    [](int i) { return O == Order::natural ? i / 2 % 4 + 8 * (i % 2) + 4 : i % 4 + 8 * (i / 4 % 2) + 4; }};
-
-template <Order O> APU_INLINE __m256i dot_halves(const __m512i *q, __m512i scales0, __m512i scales1, const int8_t *y) {
-  const __m512i a = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64)), scales0);
-  const __m512i b = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192)), scales1);
-  const __m512 af = _mm512_castsi512_ps(a), bf = _mm512_castsi512_ps(b);
-  const __m512i even = _mm512_castps_si512(_mm512_shuffle_ps(af, bf, 0x88));
-  const __m512i odd = _mm512_castps_si512(_mm512_shuffle_ps(af, bf, 0xdd));
-  return add_lanes(_mm512_add_epi32(even, odd), kHalvesFirst<O>, kHalvesSecond<O>);
-}
+// In planes, twice each.
+inline constexpr Table<uint16_t> kScalePlanes{[](int i) { return 2 * (i / 2 % 8) + i / 16; }};
 
 // Moves bits n, n + 1 of the lower and of the upper 32 bytes to bits `to`, to + 1.
 template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
@@ -385,23 +421,28 @@ template <class B, Order O> struct HalvesGroup {
 
   __m512i q[4];
   __m256 ws, wm;
-  __m256i scales, mins; // (16) int16
+  __m256i scales; // (16) int16, block after block
+  __m128i mins;   // (16) bytes likewise
 
   struct Tail {};
   static Tail tail(int) { return {}; }
 
-  // c: sixteen int16, the sums of the activations' halves.
-  template <int> APU_INLINE __m256i dot(const int8_t *y, const int32_t *c) const {
+  // c: planes of -offset / 2 * sum(y), twice as int16 (16 * 16 * 127 < 2^15).
+  APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
     const __m512i words = _mm512_zextsi256_si512(scales);
-    const __m256i sum = dot_halves<O>(q, _mm512_permutexvar_epi16(kHalfScales<O>[0], words),
-                                      _mm512_permutexvar_epi16(kHalfScales<O>[1], words), y);
-    if constexpr (kOffset == 0) return sum;
-    static_assert(kOffset == 0 || kOffset == 4 || kOffset == 32);
-    const __m256i correction = _mm256_madd_epi16(scales, load256(c));
-    return _mm256_sub_epi32(sum, _mm256_slli_epi32(correction, kOffset == 4 ? 2 : 5));
+    const __m512i first = _mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64));
+    const __m512i second = _mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192));
+    const __m512i a = _mm512_madd_epi16(first, _mm512_permutexvar_epi16(kHalfScales<O>[0], words));
+    const __m512i b = _mm512_madd_epi16(second, _mm512_permutexvar_epi16(kHalfScales<O>[1], words));
+    const __m512i sums = to_planes<O>(add_even_odd(a, b));
+    if constexpr (kOffset == 0) return sums;
+    return _mm512_dpwssd_epi32(sums, _mm512_permutexvar_epi16(kScalePlanes, words), load512(c));
   }
-  // m0 * sum + m1 * sum per block.
-  APU_INLINE __m256i minimums(const int32_t *c) const { return _mm256_madd_epi16(mins, load256(c)); }
+  // In planes, as floats.
+  APU_INLINE __m512 minimums() const {
+    const __m128i planes = _mm_shuffle_epi8(mins, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(planes));
+  }
 };
 
 APU_INLINE __m256 broadcast_f16(const uint8_t *p) {
@@ -436,7 +477,7 @@ template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
     g.q[3] = _mm512_and_si512(_mm512_srli_epi16(bits, 6), low2);
     const __m256i packed = _mm256_cvtepu8_epi16(load128(p));
     g.scales = _mm256_and_si256(packed, _mm256_set1_epi16(15));
-    g.mins = _mm256_srli_epi16(packed, 4);
+    g.mins = _mm_and_si128(_mm_srli_epi16(load128(p), 4), _mm_set1_epi8(15));
     g.ws = broadcast_f16(p + 80);
     g.wm = broadcast_f16(p + 82);
     return g;

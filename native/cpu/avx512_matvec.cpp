@@ -15,8 +15,9 @@ namespace {
 // Activations of one call; y and c packed in `work`, the rest where the caller keeps it.
 struct Packed {
   const int8_t *y;  // (T, groups, 256) in the order of the type's group
-  const int32_t *c; // (T, groups, 8) what Group::dot subtracts, or sixteen int16 sums for scales per 16
-  const float *d;   // (T, groups, 8)
+  const int32_t *c; // (T, groups, 16) what Group::dot adds
+  const float *d;   // (T, groups, 2, 8)
+  const float *s16; // (T, groups, 2, 8)
   const float *s;   // (T, groups, 8)
   size_t groups;
 };
@@ -25,23 +26,28 @@ size_t groups_of(uint32_t k) {
   return (k + kGroup - 1) / kGroup;
 }
 constexpr int kPrefetch = 512; // bytes ahead; the best of 0 to 4096 for every type, by 0 to 13% of the read limit
-constexpr size_t kGroupBytes = kGroup + 4 * kLanes;
+constexpr size_t kGroupBytes = kGroup + 4 * 2 * kLanes;
 
-// 256 bytes of eight blocks to the order of piece_offset().
+// 256 bytes of eight blocks to another order.
 template <Order O> APU_INLINE void reorder(const int8_t *from, int8_t *to) {
-  __m512i z[4];
+  __m512i z[4], to_regs[4];
   for (int i = 0; i < 4; i++) z[i] = load512(from + 64 * i);
-  constexpr int other = O == Order::split ? 2 : 1; // the load that holds the partner's lanes
-  for (int i = 0; i < 2; i++) {
-    const __m512i a = z[other == 1 ? 2 * i : i], b = z[other == 1 ? 2 * i + 1 : i + 2];
+  if constexpr (O == Order::split) {
+    for (int i = 0; i < 2; i++) {
+      to_regs[2 * i] = _mm512_shuffle_i64x2(z[i], z[i + 2], 0x44);
+      to_regs[2 * i + 1] = _mm512_shuffle_i64x2(z[i], z[i + 2], 0xee);
+    }
+  } else { // lanes of blocks 0..3 and of the same of 4..7, then their eight bytes side by side
     constexpr int low = O == Order::nibbles ? 0x88 : 0x44, high = O == Order::nibbles ? 0xdd : 0xee;
-    _mm512_store_si512(to + 128 * i, _mm512_shuffle_i64x2(a, b, low));
-    _mm512_store_si512(to + 128 * i + 64, _mm512_shuffle_i64x2(a, b, high));
+    const __m512i a = _mm512_shuffle_i64x2(z[0], z[1], low), b = _mm512_shuffle_i64x2(z[2], z[3], low);
+    const __m512i c = _mm512_shuffle_i64x2(z[0], z[1], high), d = _mm512_shuffle_i64x2(z[2], z[3], high);
+    to_regs[0] = _mm512_unpacklo_epi64(a, b);
+    to_regs[1] = _mm512_unpacklo_epi64(c, d);
+    to_regs[2] = _mm512_unpackhi_epi64(a, b);
+    to_regs[3] = _mm512_unpackhi_epi64(c, d);
   }
+  for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, to_regs[i]);
 }
-
-inline constexpr Table<int32_t> kEven{[](int i) { return 2 * i % 16; }};
-inline constexpr Table<int32_t> kOdd{[](int i) { return 2 * i % 16 + 1; }};
 
 template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
   constexpr Order order = Group<B>::kOrder;
@@ -51,29 +57,31 @@ template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
   auto *c = reinterpret_cast<int32_t *>(y + all * kGroup);
   for (size_t g = 0; g < all; g++) {
     if constexpr (order != Order::natural) reorder<order>(a.q + g * kGroup, y + g * kGroup);
-    const __m512i halves = load512(a.sum16 + 16 * g);
-    if constexpr (Traits<B>::sub_block == 16)
-      _mm256_store_si256(reinterpret_cast<__m256i *>(c + 8 * g), _mm512_cvtepi32_epi16(halves));
-    else if constexpr (offset != 0)
-      _mm256_store_si256(reinterpret_cast<__m256i *>(c + 8 * g),
-                         _mm256_mullo_epi32(add_lanes(halves, kEven, kOdd), _mm256_set1_epi32(offset)));
+    if constexpr (offset == 0) continue;
+    __m512i sums = load512(a.sum16 + 16 * g);
+    if constexpr (Traits<B>::sub_block == 16) {
+      sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset / 2));
+      sums = _mm512_mask_blend_epi16(0x55555555, _mm512_slli_epi32(sums, 16), sums);
+    } else {
+      sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset));
+      if constexpr (order == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<order>, sums);
+    }
+    _mm512_store_si512(c + 16 * g, sums);
   }
-  return {order == Order::natural ? a.q : y, c, a.d, a.s, groups};
+  return {order == Order::natural ? a.q : y, c, a.d, a.s16, a.s, groups};
 }
 
 // The canonical step of a group's eight blocks for T rows.
-template <class B, int T, int Quads, class W>
-APU_INLINE void accumulate(const W &w, const Packed &a, size_t g, __m256 *acc) {
+template <class B, int T, class W> APU_INLINE void accumulate(const W &w, const Packed &a, size_t g, __m256 *acc) {
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
     const size_t at = t * a.groups + g;
-    const __m256i integers = w.template dot<Quads>(a.y + at * kGroup, a.c + at * kLanes);
-    const __m256 d = _mm256_loadu_ps(a.d + at * kLanes);
-    acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(integers), _mm256_mul_ps(w.ws, d), acc[t]);
+    const __m512i integers = w.dot(a.y + at * kGroup, a.c + 16 * at);
+    acc[t] = _mm256_fmadd_ps(w.ws, add_halves(_mm512_cvtepi32_ps(integers), a.d + 16 * at), acc[t]);
     if constexpr (Traits<B>::minimum == Minimum::per_half)
-      acc[t] = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(w.minimums(a.c + at * kLanes)), _mm256_mul_ps(w.wm, d), acc[t]);
+      acc[t] = add_minimum<B>(w.wm, add_halves(w.minimums(), a.s16 + 16 * at), acc[t]);
     if constexpr (Traits<B>::minimum == Minimum::per_block)
-      acc[t] = add_minimum<B>(w.wm, _mm256_loadu_ps(a.s + at * kLanes), acc[t]);
+      acc[t] = add_minimum<B>(w.wm, _mm256_loadu_ps(a.s + kLanes * at), acc[t]);
   }
 }
 
@@ -86,7 +94,7 @@ APU_INLINE const uint8_t *full_groups(const uint8_t *p, const Packed &a, size_t 
   for (size_t g = 0; g < full; g++, p += G::kBytes) {
     for (int i = 0; i < G::kBytes; i += 64)
       _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetch + i, _MM_HINT_T0);
-    accumulate<B, T, 2>(G::template load<false, 2>(p, {}), a, g, acc);
+    accumulate<B, T>(G::template load<false, 2>(p, {}), a, g, acc);
   }
   return p;
 }
@@ -104,41 +112,51 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, uint32_t b
     const uint8_t *p = full_groups<B, T>(row, a, full, acc);
     if constexpr (Traits<B>::elements == kBlock) {
       if (rest > 4)
-        accumulate<B, T, 2>(G::template load<true, 2>(p, tail), a, full, acc);
+        accumulate<B, T>(G::template load<true, 2>(p, tail), a, full, acc);
       else if (rest > 0)
-        accumulate<B, T, 1>(G::template load<true, 1>(p, tail), a, full, acc);
+        accumulate<B, T>(G::template load<true, 1>(p, tail), a, full, acc);
     }
     for (int t = 0; t < T; t++) y[t * y_stride + (n - begin)] = sum8(acc[t]);
   }
 }
 
-// One row of activations, and matrix rows that end in at most four blocks (K = 576, 640): the ends of two rows make
-// one group. Returns how many rows it did.
-template <class B>
-__attribute__((noinline)) uint32_t row_pairs(const Matrix &w, const Packed &a, uint32_t begin, uint32_t end, float *y) {
+// One or two rows of activations, and matrix rows that end in at most four blocks (K = 576, 640): the ends of two rows
+// make one group. Returns how many rows it did.
+template <class B, int T>
+__attribute__((noinline)) uint32_t row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t begin,
+                                             uint32_t end, float *y, size_t y_stride) {
   using G = Group<B>;
   const size_t full = w.k / kGroup;
   const auto tail = G::tail_twice(static_cast<int>(w.k % kGroup / kBlock));
-  alignas(64) int8_t y_twice[kGroup];
-  alignas(64) int32_t c_twice[kLanes];
-  alignas(64) float d_twice[kLanes], s_twice[kLanes];
-  for (int i = 0; i < 2; i++) {
-    memcpy(y_twice + 128 * i, a.y + full * kGroup, 128);
-    memcpy(c_twice + 4 * i, a.c + full * kLanes, 16);
-    memcpy(d_twice + 4 * i, a.d + full * kLanes, 16);
-    memcpy(s_twice + 4 * i, a.s + full * kLanes, 16);
+  alignas(64) int8_t q[T * kGroup];
+  alignas(64) float d[T * 16], s16[T * 16], s[T * 8];
+  alignas(64) int32_t sum16[T * 16];
+  alignas(64) uint8_t work[T * kGroupBytes];
+  for (int t = 0; t < T; t++) { // the last group with its first four blocks twice
+    const size_t at = t * a.groups + full;
+    for (int i = 0; i < 2; i++) {
+      memcpy(q + t * kGroup + 128 * i, all.q + at * kGroup, 128);
+      memcpy(s + 8 * t + 4 * i, a.s + 8 * at, 16);
+      for (int h = 0; h < 2; h++) {
+        memcpy(d + 16 * t + 8 * h + 4 * i, all.d + 16 * at + 8 * h, 16);
+        memcpy(s16 + 16 * t + 8 * h + 4 * i, all.s16 + 16 * at + 8 * h, 16);
+        memcpy(sum16 + 16 * t + 8 * h + 4 * i, all.sum16 + 16 * at + 8 * h, 16);
+      }
+    }
   }
-  const Packed twice{y_twice, c_twice, d_twice, s_twice, 1};
+  const Packed twice = pack<B>({q, d, s16, s, sum16, kLanes}, T, work);
   const uint8_t *row = w.data + begin * w.row_stride;
   uint32_t n = begin;
   for (; n + 2 <= end; n += 2, row += 2 * w.row_stride) {
-    __m256 first, second;
-    const uint8_t *p0 = full_groups<B, 1>(row, a, full, &first);
-    const uint8_t *p1 = full_groups<B, 1>(row + w.row_stride, a, full, &second);
-    __m256 lows = _mm256_insertf128_ps(first, _mm256_castps256_ps128(second), 1);
-    accumulate<B, 1, 2>(G::template load_quads<true, 2>(p0, p1, tail), twice, 0, &lows);
-    y[n - begin] = sum8(_mm256_blend_ps(first, lows, 0x0f));
-    y[n - begin + 1] = sum8(_mm256_insertf128_ps(second, _mm256_extractf128_ps(lows, 1), 0));
+    __m256 first[T], second[T], lows[T];
+    const uint8_t *p0 = full_groups<B, T>(row, a, full, first);
+    const uint8_t *p1 = full_groups<B, T>(row + w.row_stride, a, full, second);
+    for (int t = 0; t < T; t++) lows[t] = _mm256_insertf128_ps(first[t], _mm256_castps256_ps128(second[t]), 1);
+    accumulate<B, T>(G::template load_quads<true, 2>(p0, p1, tail), twice, 0, lows);
+    for (int t = 0; t < T; t++) {
+      y[t * y_stride + (n - begin)] = sum8(_mm256_blend_ps(first[t], lows[t], 0x0f));
+      y[t * y_stride + (n - begin) + 1] = sum8(_mm256_insertf128_ps(second[t], _mm256_extractf128_ps(lows[t], 1), 0));
+    }
   }
   return n - begin;
 }
@@ -147,17 +165,17 @@ template <class B>
 void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
-  switch (count) {
-  case 1:
-    if constexpr (Group<B>::kOrder == Order::nibbles) {
-      const uint32_t rest = w.k % kGroup / kBlock;
-      if (rest >= 1 && rest <= 4) {
-        const uint32_t done = row_pairs<B>(w, packed, begin, end, y);
-        begin += done;
-        y += done;
-      }
+  const uint32_t rest = w.k % kGroup / kBlock;
+  if constexpr (Group<B>::kOrder == Order::nibbles) {
+    if (count <= 2 && rest >= 1 && rest <= 4) {
+      const uint32_t done = count == 1 ? row_pairs<B, 1>(w, a, packed, begin, end, y, y_stride)
+                                       : row_pairs<B, 2>(w, a, packed, begin, end, y, y_stride);
+      begin += done;
+      y += done;
     }
-    return rows<B, 1>(w, packed, begin, end, y, y_stride);
+  }
+  switch (count) {
+  case 1: return rows<B, 1>(w, packed, begin, end, y, y_stride);
   case 2: return rows<B, 2>(w, packed, begin, end, y, y_stride);
   case 3: return rows<B, 3>(w, packed, begin, end, y, y_stride);
   case 4: return rows<B, 4>(w, packed, begin, end, y, y_stride);

@@ -1,7 +1,7 @@
 // Quantisation of activations (the bits of quant/activations.h) and row helpers of norms, attention and activation
 // functions. The helpers are accurate to a few units in the last place but need not have the same bits at every level.
 #include "avx512.h"
-#include "avx512_common.h"
+#include "avx512_group.h"
 
 #ifdef APU_AVX512
 
@@ -101,42 +101,82 @@ APU_INLINE void activate(const float *gate, const float *up, float *out, uint32_
 
 } // namespace
 
-void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-  for (uint32_t t = 0; t < rows; t++) {
-    const float *row = x + t * x_stride;
-    for (uint32_t b = 0; b < a.blocks; b++) {
-      const size_t at = size_t{t} * a.blocks + b;
-      const uint32_t first = b * quant::kBlock;
-      if (first + quant::kBlock > k) { // the last block, and padding
-        quant::quantize_block(row + first, first < k ? k - first : 0, a.q + at * quant::kBlock, a.d + at, a.s + at,
-                              a.sum16 + 2 * at);
-        continue;
-      }
-      const __m512 v0 = _mm512_loadu_ps(row + first), v1 = _mm512_loadu_ps(row + first + 16);
-      const __m512i m0 = _mm512_and_si512(_mm512_castps_si512(v0), magnitude);
-      const __m512i m1 = _mm512_and_si512(_mm512_castps_si512(v1), magnitude);
-      const uint32_t amax_bits = _mm512_reduce_max_epu32(_mm512_max_epu32(m0, m1));
-      float amax;
-      memcpy(&amax, &amax_bits, 4);
-      if (!(amax >= quant::kSmallestAmax && amax_bits < 0x7f800000u)) {
-        quant::quantize_block(row + first, quant::kBlock, a.q + at * quant::kBlock, a.d + at, a.s + at,
-                              a.sum16 + 2 * at);
-        continue;
-      }
-      const float d = amax / 127.0f;
-      const __m512 inverse = _mm512_set1_ps(1.0f / d);
-      const __m512i q0 = _mm512_cvtps_epi32(_mm512_mul_ps(v0, inverse)),
-                    q1 = _mm512_cvtps_epi32(_mm512_mul_ps(v1, inverse));
-      auto *q = reinterpret_cast<__m128i *>(a.q + at * quant::kBlock);
-      _mm_storeu_si128(q, _mm512_cvtepi32_epi8(q0));
-      _mm_storeu_si128(q + 1, _mm512_cvtepi32_epi8(q1));
-      const int32_t sum0 = _mm512_reduce_add_epi32(q0), sum1 = _mm512_reduce_add_epi32(q1);
-      a.sum16[2 * at] = sum0;
-      a.sum16[2 * at + 1] = sum1;
-      a.d[at] = d;
-      a.s[at] = d * static_cast<float>(sum0 + sum1);
+namespace {
+
+// One of 16 numbers from each of 16 vectors: the largest as unsigned integers.
+APU_INLINE __m512i max_of_each(__m512i *v) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    v[i] =
+        _mm512_max_epu32(_mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    v[i] =
+        _mm512_max_epu32(_mm512_unpacklo_epi64(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_epi64(v[2 * i], v[2 * i + 1]));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    v[i] = _mm512_max_epu32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
+                            _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
+  return _mm512_max_epu32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xdd));
+}
+
+// Eight blocks, `count` elements of them present; group g of one row's arrays. False when something is not finite.
+template <bool Tail> APU_INLINE bool quantize_group(const float *x, int count, const ActBlocks &a, size_t g) {
+  // Half i / 8 of block i mod 8, the order of the planes.
+  const auto load = [=](int i) {
+    const int at = 32 * (i % 8) + 16 * (i / 8);
+    if constexpr (Tail) return _mm512_maskz_loadu_ps(static_cast<__mmask16>(low_mask(count - at)), x + at);
+    return _mm512_loadu_ps(x + at);
+  };
+  __m512i v[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) v[i] = _mm512_and_si512(_mm512_castps_si512(load(i)), _mm512_set1_epi32(0x7fffffff));
+  const __m512i amax_bits = max_of_each(v);
+  if (_mm512_cmpge_epu32_mask(amax_bits, _mm512_set1_epi32(0x7f800000))) return false;
+  const __m512 amax = _mm512_castsi512_ps(amax_bits);
+  const __mmask16 nonzero = _mm512_cmp_ps_mask(amax, _mm512_set1_ps(quant::kSmallestAmax), _CMP_GE_OQ);
+  const __m512 d = _mm512_maskz_div_ps(nonzero, amax, _mm512_set1_ps(127.0f));
+  alignas(64) float inverse[16];
+  _mm512_store_ps(inverse, _mm512_maskz_div_ps(nonzero, _mm512_set1_ps(1.0f), d));
+  int8_t *q = a.q + 256 * g;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) {
+    const __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(load(i), _mm512_set1_ps(inverse[i])));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(q + 32 * (i % 8) + 16 * (i / 8)), _mm512_cvtepi32_epi8(n));
+  }
+  const __m512i sums = half_sums(q);
+  const __m512 s16 = _mm512_mul_ps(d, _mm512_cvtepi32_ps(sums));
+  _mm512_storeu_ps(a.d + 16 * g, d);
+  _mm512_storeu_si512(a.sum16 + 16 * g, sums);
+  _mm512_storeu_ps(a.s16 + 16 * g, s16);
+  _mm256_storeu_ps(a.s + 8 * g, _mm256_add_ps(_mm512_castps512_ps256(s16), _mm512_extractf32x8_ps(s16, 1)));
+  return true;
+}
+
+void quantize_group_slowly(const float *x, int count, const ActBlocks &a, size_t g) {
+  for (int b = 0; b < 8; b++) {
+    for (int h = 0; h < 2; h++) {
+      const int at = 32 * b + 16 * h, left = count - at;
+      const size_t i = 16 * g + 8 * h + b;
+      a.d[i] = quant::quantize_half(x + at, left <= 0 ? 0 : left < 16 ? left : 16, a.q + 256 * g + at, a.sum16 + i);
+      a.s16[i] = a.d[i] * static_cast<float>(a.sum16[i]);
     }
+    a.s[8 * g + b] = a.s16[16 * g + b] + a.s16[16 * g + b + 8];
+  }
+}
+
+} // namespace
+
+void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &all) {
+  for (uint32_t t = 0; t < rows; t++) {
+    const ActBlocks a = all.from(t);
+    const float *row = x + t * x_stride;
+    const size_t full = k / 256;
+    for (size_t g = 0; g < full; g++)
+      if (!quantize_group<false>(row + 256 * g, 256, a, g)) quantize_group_slowly(row + 256 * g, 256, a, g);
+    const int rest = static_cast<int>(k % 256);
+    if (rest && !quantize_group<true>(row + 256 * full, rest, a, full))
+      quantize_group_slowly(row + 256 * full, rest, a, full);
   }
 }
 

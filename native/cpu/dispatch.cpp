@@ -93,7 +93,7 @@ const KernelTable *kernel_table(uint32_t isa) {
   case APU_ISA_PORTABLE: return portable_table();
 #if defined(__x86_64__)
   case APU_ISA_AVX2: return has_avx2() ? with_portable_matmul<avx2_table>() : nullptr;
-  case APU_ISA_AVX512: return has_avx512() ? with_portable_matmul<avx512_table>() : nullptr;
+  case APU_ISA_AVX512: return has_avx512() ? avx512_table() : nullptr;
 #endif
   default: return nullptr;
   }
