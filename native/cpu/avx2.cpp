@@ -16,36 +16,24 @@ namespace {
 constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
 constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
 
-// This level's layout of ActBlocks: in a group of 256 activations, block b's first half at 64 (b % 4) + 16 (b / 4) and
-// its second half 32 further; sums as int16, two a block, at the start of the row's part of sum16.
-ActGroup act_row(const ActBlocks &a, uint32_t t) {
-  const size_t b = size_t{t} * a.blocks;
-  return {a.q + 32 * b, a.d + b, a.s + b, reinterpret_cast<const int16_t *>(a.sum16 + 2 * b)};
-}
-
-template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActGroup &first) {
-  ActGroup a = first;
+// Row `first` of the activations, in blocks; the same in dot_some.
+template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
   __m256 acc = _mm256_setzero_ps();
-  for (; blocks >= kGroup; blocks -= kGroup) {
-    acc = add_group<Format>(row, kGroup, a, acc);
-    row += Format::kGroupBytes;
-    a = {a.q + kGroup * 32, a.d + kGroup, a.s + kGroup, a.sums + 2 * kGroup};
-  }
-  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks, a, acc);
+  uint32_t b = 0;
+  for (; b + kGroup <= blocks; b += kGroup, row += Format::kGroupBytes)
+    acc = add_group<Format>(row, kGroup, ActGroup(a, first + b), acc);
+  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks - b, ActGroup(a, first + b), acc);
   return sum8(acc);
 }
 
 template <class Format>
-void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, uint32_t first, uint32_t rows, float *y,
+void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
               size_t y_stride) {
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
   for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
     const Group<Format> group = blocks - b >= kGroup ? Group<Format>(row, kGroup) : Group<Format>(row, blocks - b);
-    for (uint32_t t = 0; t < rows; ++t) {
-      const ActGroup act = act_row(a, first + t);
-      acc[t] = group.add({act.q + 32 * b, act.d + b, act.s + b, act.sums + 2 * b}, acc[t]);
-    }
+    for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(ActGroup(a, first + size_t{t} * a.blocks + b), acc[t]);
   }
   for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
 }
@@ -65,70 +53,105 @@ struct MatmulRows {
         const uint8_t *row = w.data + n * w.row_stride;
         float *out = y + t * y_stride + (n - begin);
         if (count == 1)
-          *out = dot_one<Format>(row, blocks, act_row(a, t));
+          *out = dot_one<Format>(row, blocks, a, size_t{t} * a.blocks);
         else
-          dot_some<Format>(row, blocks, a, t, count, out, y_stride);
+          dot_some<Format>(row, blocks, a, size_t{t} * a.blocks, count, out, y_stride);
       }
     }
   }
 };
 
-// 32 activations, the arithmetic of quant::quantize_block in registers.
-void quantize_block(const float *x, int8_t *q, float *d, float *s, int32_t *sum16) {
-  __m256 v[4];
-  __m256i bits[4];
-#pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) {
-    v[i] = _mm256_loadu_ps(x + 8 * i);
-    bits[i] = _mm256_and_si256(_mm256_castps_si256(v[i]), _mm256_set1_epi32(0x7fffffff));
+// Lane b is the maximum over all lanes of r[b].
+APU_INLINE __m256i max_each(const __m256i *r) {
+  const auto max = [](__m256i a, __m256i b) __attribute__((always_inline)) { return _mm256_max_epu32(a, b); };
+  __m256i four[2];
+#pragma GCC unroll 2
+  for (uint32_t i = 0; i < 2; ++i) {
+    const __m256i *v = r + 4 * i;
+    const __m256i a = max(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
+    const __m256i b = max(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
+    four[i] = max(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
   }
-  const __m256i eight = _mm256_max_epu32(_mm256_max_epu32(bits[0], bits[1]), _mm256_max_epu32(bits[2], bits[3]));
-  __m128i top = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-  top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0x4e));
-  top = _mm_max_epu32(top, _mm_shuffle_epi32(top, 0xb1));
-  const float amax = _mm_cvtss_f32(_mm_castsi128_ps(top));
-  if (!(amax >= quant::kSmallestAmax && amax <= __FLT_MAX__)) { // zero or not finite
-    quant::quantize_block(x, 32, q, d, s, sum16);
-    return;
+  return max(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
+}
+
+struct HalfScales { // (8) of one half of a group's blocks
+  alignas(32) float inverse[kGroup];
+  alignas(32) uint32_t keep[kGroup]; // bits of an activation that count: none where a half is not finite
+};
+
+// The arithmetic of quant::quantize_half for one half of eight blocks, at x + 32 b: its scales d.
+APU_INLINE __m256 half_scales(const float *x, HalfScales &out) {
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  __m256i top[kGroup];
+#pragma GCC unroll 8
+  for (uint32_t b = 0; b < kGroup; ++b)
+    top[b] = _mm256_max_epu32(_mm256_and_si256(load32(x + 32 * b), magnitude),
+                              _mm256_and_si256(load32(x + 32 * b + 8), magnitude));
+  const __m256i bits = max_each(top);
+  const __m256i odd = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x7f7fffff)); // infinite or NaN
+  const __m256 amax = _mm256_castsi256_ps(bits);
+  const __m256 some = _mm256_cmp_ps(amax, _mm256_set1_ps(quant::kSmallestAmax), _CMP_GE_OQ);
+  const __m256 d = _mm256_and_ps(some, _mm256_div_ps(amax, _mm256_set1_ps(127.0f)));
+  const __m256 inverse = _mm256_and_ps(some, _mm256_div_ps(_mm256_set1_ps(1.0f), d));
+  _mm256_store_ps(out.inverse, inverse);
+  _mm256_store_si256(reinterpret_cast<__m256i *>(out.keep), _mm256_xor_si256(odd, _mm256_set1_epi32(-1)));
+  return _mm256_blendv_ps(d, _mm256_set1_ps(__builtin_nanf("")), _mm256_castsi256_ps(odd));
+}
+
+// 16 activations at x to integers, in two registers.
+APU_INLINE void round_half(const float *x, const HalfScales &scales, uint32_t b, __m256i *n) {
+  const __m256 inverse = _mm256_broadcast_ss(scales.inverse + b);
+  const __m256i keep = _mm256_set1_epi32(static_cast<int32_t>(scales.keep[b]));
+#pragma GCC unroll 2
+  for (uint32_t i = 0; i < 2; ++i) { // ties to even
+    const __m256 v = _mm256_castsi256_ps(_mm256_and_si256(load32(x + 8 * i), keep));
+    n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
   }
-  const float scale = amax / 127.0f;
-  const __m256 inverse = _mm256_set1_ps(1.0f / scale);
-  __m256i n[4];
+}
+
+// 256 activations to the group of blocks that begins with block `at`.
+void quantize_group(const float *x, const ActBlocks &a, size_t at) {
+  __m256 s16[2];
+  for (uint32_t h = 0; h < 2; ++h) {
+    HalfScales scales;
+    const __m256 d = half_scales(x + 16 * h, scales);
+    __m256i sums[4];
 #pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse)); // ties to even
-  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(q), _mm256_permutevar8x32_epi32(packed, order));
-  const __m256i halves = _mm256_hadd_epi32(_mm256_add_epi32(n[0], n[1]), _mm256_add_epi32(n[2], n[3]));
-  __m128i pair = _mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
-  pair = _mm_hadd_epi32(pair, pair);
-  _mm_storel_epi64(reinterpret_cast<__m128i *>(sum16), pair);
-  *d = scale;
-  *s = scale * static_cast<float>(sum16[0] + sum16[1]);
+    for (uint32_t i = 0; i < 4; ++i) { // blocks i and i + 4
+      __m256i n[4];
+      round_half(x + 32 * i + 16 * h, scales, i, n);
+      round_half(x + 32 * (i + 4) + 16 * h, scales, i + 4, n + 2);
+      const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+      const __m256i q = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.q + 32 * at + 64 * i + 32 * h), q);
+      sums[i] = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
+    }
+    const __m256i sum = sum_lanes16(sums);
+    s16[h] = _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))));
+    const size_t to = 2 * at + kGroup * h;
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.sum16 + to), sum);
+    _mm256_storeu_ps(a.d + to, d);
+    _mm256_storeu_ps(a.s16 + to, s16[h]);
+  }
+  _mm256_storeu_ps(a.s + at, _mm256_add_ps(s16[0], s16[1]));
 }
 
 } // namespace
 
 void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  for (uint32_t t = 0; t < rows; ++t) {
-    auto *sums = reinterpret_cast<int16_t *>(a.sum16 + size_t{2} * t * a.blocks);
-    for (uint32_t b = 0; b < a.blocks; ++b) {
-      const size_t i = size_t{t} * a.blocks + b;
-      const uint32_t begin = 32 * b, count = begin >= k ? 0 : (k - begin < 32 ? k - begin : 32);
-      const float *in = x + t * x_stride + (count ? begin : 0);
-      alignas(16) int8_t q[32];
-      int32_t sum16[2];
-      if (count == 32)
-        quantize_block(in, q, a.d + i, a.s + i, sum16);
-      else
-        quant::quantize_block(in, count, q, a.d + i, a.s + i, sum16);
-      int8_t *pair = a.q + 32 * (i - b % kGroup) + 64 * (b % 4) + 16 * (b % kGroup / 4);
-      std::memcpy(pair, q, 16);
-      std::memcpy(pair + 32, q + 16, 16);
-      sums[2 * b] = static_cast<int16_t>(sum16[0]);
-      sums[2 * b + 1] = static_cast<int16_t>(sum16[1]);
+  for (uint32_t t = 0; t < rows; ++t)
+    for (uint32_t b = 0; b < a.blocks; b += kGroup) {
+      const float *in = x + t * x_stride + 32 * b;
+      const size_t at = size_t{t} * a.blocks + b;
+      if (32 * (b + kGroup) <= k) {
+        quantize_group(in, a, at);
+      } else { // the last group, zero beyond k
+        alignas(32) float part[32 * kGroup] = {};
+        std::memcpy(part, in, (k - 32 * b) * sizeof(float));
+        quantize_group(part, a, at);
+      }
     }
-  }
 }
 
 size_t work_bytes(uint32_t k) { // panels, or a dequantised row

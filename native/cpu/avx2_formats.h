@@ -1,9 +1,10 @@
 // The quantised GGUF types as AVX2 sees them: one trait per type that loads a group of eight 32-blocks (a superblock of
 // the K types) and adds its product with one row of activations to eight float lanes, lane b being block b of the
 // group. A group lies in pairs of blocks (b, b + 4): a register has the first half of both, the next one the second
-// halves. So a block stays within 128 bits, eight sums fold into their lanes in seven shuffles, and the quantiser
-// stores activations in the same order. Bytes are unsigned with a bias (maddubs wants one unsigned side), so small that
-// 16-bit sums stay exact; only Q8_0 is signed and moves its signs to the activations. The bias leaves the integer sum.
+// halves. So a half stays within 128 bits, eight of them fold into their lanes in six shuffles, and the quantiser
+// stores activations in the same order. Bytes are unsigned with a bias (maddubs wants one unsigned side), and all sums
+// before the last step are int16 that may wrap: without its bias, half a half's sum fits, |w| * 127 * 8 < 2^15. Only
+// Q8_0 is signed and moves its signs to the activations.
 // In an unnamed namespace: nothing here may be shared with files compiled without these flags.
 #pragma once
 
@@ -27,11 +28,16 @@ struct Pair { // blocks i and i + 4: elements 0..15 of both, and 16..31
   __m256i first, second;
 };
 
-// One row of activations from a group on: values in pairs of blocks, sums of half-blocks in block order.
+// Activations of one row and group. In q, block b's first half is at 64 (b % 4) + 16 (b / 4) and its second half 32
+// further; sum16 has for each half two int16, the sum over its elements 4 i and 4 i + 1 and that over the others.
 struct ActGroup {
   const int8_t *q;
-  const float *d, *s;
-  const int16_t *sums;
+  const float *d, *s16, *s;
+  const int32_t *sum16;
+
+  // From block `at` on, counted over all rows.
+  APU_INLINE ActGroup(const ActBlocks &a, size_t at)
+      : q(a.q + 32 * at), d(a.d + 2 * at), s16(a.s16 + 2 * at), s(a.s + at), sum16(a.sum16 + 2 * at) {}
 };
 
 APU_INLINE __m256i load32(const void *p) {
@@ -70,7 +76,11 @@ APU_INLINE float sum8(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// ---- eight sums of 32 products, one a lane
+// ---- the integer sums of both halves of eight blocks, one block a lane
+
+struct Halves {
+  __m256i first, second;
+};
 
 APU_INLINE __m256i fold16(__m256i a, __m256i b) { // eight int16 a 128-bit lane, to four of a and four of b
   return _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
@@ -88,25 +98,39 @@ APU_INLINE __m256i odd_dwords(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0xdd));
 }
 
+// One half of four pairs of blocks, eight int16 each, to two int16 a block in block order.
+APU_INLINE __m256i sum_lanes16(const __m256i *pair) {
+  const __m256i low = fold16(pair[0], pair[1]), high = fold16(pair[2], pair[3]);
+  return _mm256_add_epi16(even_dwords(low, high), odd_dwords(low, high));
+}
+
+APU_INLINE __m256i sum_lanes32(const __m256i *pair) { // of four int32 each, to one
+  const __m256i low = fold32(pair[0], pair[1]), high = fold32(pair[2], pair[3]);
+  return _mm256_add_epi32(even_dwords(low, high), odd_dwords(low, high));
+}
+
 // `w` gives the weights of pair i, either from memory as they are needed or from a Group taken apart before.
 
-// Weights of kBits, 4 or 5: eight products of 31 * 127 fit int16, and sixteen of 15 * 127.
-template <int kBits, class Weights> APU_INLINE __m256i dot_narrow(const Weights &w, const int8_t *q) {
-  const __m256i one = _mm256_set1_epi16(1);
-  __m256i pair[4];
+// Unsigned weights that are 2^kBias too large, or not when kBias is 0. `scale`: of the halves, an int16 twice a block.
+template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a, Halves scale) {
+  __m256i first[4], second[4];
 #pragma GCC unroll 4
   for (uint32_t i = 0; i < 4; ++i) {
     const Pair v = w(i);
-    pair[i] = _mm256_add_epi16(_mm256_maddubs_epi16(v.first, load32(q + 64 * i)),
-                               _mm256_maddubs_epi16(v.second, load32(q + 64 * i + 32)));
+    first[i] = _mm256_maddubs_epi16(v.first, load32(a.q + 64 * i));
+    second[i] = _mm256_maddubs_epi16(v.second, load32(a.q + 64 * i + 32));
   }
-  const __m256i low = fold16(pair[0], pair[1]), high = fold16(pair[2], pair[3]);
-  if constexpr (kBits == 4) {
-    return _mm256_madd_epi16(_mm256_add_epi16(even_dwords(low, high), odd_dwords(low, high)), one);
-  } else {
-    const __m256i low32 = _mm256_madd_epi16(low, one), high32 = _mm256_madd_epi16(high, one);
-    return _mm256_add_epi32(even_dwords(low32, high32), odd_dwords(low32, high32));
+  Halves sum{sum_lanes16(first), sum_lanes16(second)};
+  if constexpr (kBias != 0) {
+    sum.first = _mm256_sub_epi16(sum.first, _mm256_slli_epi16(load32(a.sum16), kBias));
+    sum.second = _mm256_sub_epi16(sum.second, _mm256_slli_epi16(load32(a.sum16 + kGroup), kBias));
   }
+  return {_mm256_madd_epi16(sum.first, scale.first), _mm256_madd_epi16(sum.second, scale.second)};
+}
+
+template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return dot_narrow<kBias>(w, a, {one, one});
 }
 
 // Signed bytes: |w| <= 128 and |q| <= 127 keep maddubs' pair at 32512, below saturation.
@@ -115,42 +139,32 @@ APU_INLINE __m256i multiply_signed(__m256i w, const int8_t *q) {
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-template <class Weights> APU_INLINE __m256i dot_signed(const Weights &w, const int8_t *q) {
-  __m256i pair[4];
+template <class Weights> APU_INLINE Halves dot_signed(const Weights &w, const ActGroup &a) {
+  __m256i first[4], second[4];
 #pragma GCC unroll 4
   for (uint32_t i = 0; i < 4; ++i) {
     const Pair v = w(i);
-    pair[i] = _mm256_add_epi32(multiply_signed(v.first, q + 64 * i), multiply_signed(v.second, q + 64 * i + 32));
+    first[i] = multiply_signed(v.first, a.q + 64 * i);
+    second[i] = multiply_signed(v.second, a.q + 64 * i + 32);
   }
-  const __m256i low = fold32(pair[0], pair[1]), high = fold32(pair[2], pair[3]);
-  return _mm256_add_epi32(even_dwords(low, high), odd_dwords(low, high));
+  return {sum_lanes32(first), sum_lanes32(second)};
 }
 
-// Weights at most 63 with an integer scale per half-block: `scale` as spread_scales() gives them.
-template <class Weights> APU_INLINE __m256i dot_halves(const Weights &w, const __m256i *scale, const int8_t *q) {
-  __m256i sum[2];
-#pragma GCC unroll 2
-  for (uint32_t i = 0; i < 2; ++i) {
-    const Pair u = w(2 * i), v = w(2 * i + 1);
-    const int8_t *a = q + 128 * i;
-    const __m256i first =
-        fold16(_mm256_maddubs_epi16(u.first, load32(a)), _mm256_maddubs_epi16(v.first, load32(a + 64)));
-    const __m256i second =
-        fold16(_mm256_maddubs_epi16(u.second, load32(a + 32)), _mm256_maddubs_epi16(v.second, load32(a + 96)));
-    sum[i] = _mm256_add_epi32(_mm256_madd_epi16(first, scale[i]), _mm256_madd_epi16(second, scale[2 + i]));
-  }
-  return _mm256_add_epi32(even_dwords(sum[0], sum[1]), odd_dwords(sum[0], sum[1]));
-}
-
-// What avx2_gemm.cpp asks of a type; kBits bounds unsigned values, kBias shifts what they are too large by.
+// What avx2_gemm.cpp asks of a type; kBias as in dot_narrow.
 struct FormatDefaults {
   static constexpr bool kSigned = false, kMinimum = false, kHalfScales = false, kHalfMinima = false;
   static constexpr bool kSuperblock = false; // a row is whole groups
   static constexpr int kBias = 0;
 };
 
-APU_INLINE __m256 fma_block(__m256i sum, __m256 scale, const float *d, __m256 acc) {
-  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(scale, _mm256_loadu_ps(d)), acc);
+// first * d[0..8) + second * d[8..16)
+APU_INLINE __m256 weigh(Halves v, const float *d) {
+  const __m256 t = _mm256_mul_ps(_mm256_cvtepi32_ps(v.first), _mm256_loadu_ps(d));
+  return _mm256_fmadd_ps(_mm256_cvtepi32_ps(v.second), _mm256_loadu_ps(d + kGroup), t);
+}
+
+APU_INLINE __m256 fma_block(Halves sum, __m256 scale, const float *d, __m256 acc) {
+  return _mm256_fmadd_ps(scale, weigh(sum, d), acc);
 }
 
 // ---- 32-element blocks: `count` of a group exist, the others are zero
@@ -227,8 +241,7 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct SymmetricNi
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    const __m256i bias = _mm256_madd_epi16(load32(a.sums), _mm256_set1_epi16(1 << kBias));
-    return fma_block(_mm256_sub_epi32(dot_narrow<kBits>(w, a.q), bias), d, a.d, acc);
+    return fma_block(dot_narrow<kBias>(w, a), d, a.d, acc);
   }
 };
 
@@ -247,14 +260,13 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct OffsetNibbl
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    acc = fma_block(dot_narrow<kBits>(w, a.q), d, a.d, acc);
+    acc = fma_block(dot_narrow<0>(w, a), d, a.d, acc);
     return _mm256_fmadd_ps(m, _mm256_loadu_ps(a.s), acc);
   }
 };
 
 struct SignedBytes : FormatDefaults { // Q8_0
   static constexpr bool kSigned = true;
-  static constexpr int kBits = 8;
   static constexpr uint32_t kBlockBytes = 34, kGroupBytes = kGroup * kBlockBytes;
   __m256 d;
 
@@ -266,11 +278,15 @@ struct SignedBytes : FormatDefaults { // Q8_0
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    return fma_block(dot_signed(w, a.q), d, a.d, acc);
+    return fma_block(dot_signed(w, a), d, a.d, acc);
   }
 };
 
 // ---- superblocks of eight 32-blocks
+
+APU_INLINE __m256 negative(__m256 v) {
+  return _mm256_xor_ps(v, _mm256_set1_ps(-0.0f));
+}
 
 // Bits 0..3 of byte i are element i of blocks 0..3 of the low 128 bits, bits 4..7 of the high.
 APU_INLINE __m256i block_bits(const uint8_t *p) {
@@ -292,7 +308,7 @@ template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-b
     m = _mm256_mul_ps(broadcast_f16(p + 2), widen(minima));
   }
 
-  APU_INLINE __m256 minimum() const { return _mm256_xor_ps(m, _mm256_set1_ps(-0.0f)); }
+  APU_INLINE __m256 minimum() const { return negative(m); }
 
   static APU_INLINE __m256 widen(uint64_t bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<long long>(bytes))));
@@ -310,38 +326,30 @@ template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-b
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    acc = fma_block(dot_narrow<kBits>(w, a.q), d, a.d, acc);
+    acc = fma_block(dot_narrow<0>(w, a), d, a.d, acc);
     return _mm256_fnmadd_ps(m, _mm256_loadu_ps(a.s), acc);
   }
 };
 
-// 16 scales as int16, in block order, to those of the first halves of blocks 0 and 1
-// (4 and 5), of 2 and 3, then of the second halves, each four times.
-APU_INLINE void spread_scales(__m256i scales, __m256i *spread) {
-#pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) {
-    const long long word = 4 * (i % 2) + i / 2;
-    const long long first = 0x0100010001000100 + 0x0202020202020202 * word, next = first + 0x0404040404040404;
-    spread[i] = _mm256_shuffle_epi8(scales, _mm256_setr_epi64x(first, next, first, next));
-  }
+// (8, 2) int16, of both halves of each block, to a register for each half, every value twice.
+APU_INLINE Halves split_halves(__m256i v) {
+  const long long first = 0x0504050401000100, next = first + 0x0808080808080808, second = 0x0202020202020202;
+  return {_mm256_shuffle_epi8(v, _mm256_setr_epi64x(first, next, first, next)),
+          _mm256_shuffle_epi8(v, _mm256_setr_epi64x(first + second, next + second, first + second, next + second))};
 }
 
 // Types with a scale per 16 elements and no minimum; stored values are 2^kBias too large.
 template <int kWidth> struct ScaledHalves : FormatDefaults {
   static constexpr bool kHalfScales = true, kSuperblock = true;
-  static constexpr int kBits = kWidth, kBias = kWidth - 1;
-  __m256i scales; // (16) int16
+  static constexpr int kBias = kWidth - 1;
+  __m256i scales; // (8, 2) int16
   __m256 d;
 
   APU_INLINE ScaledHalves(__m128i integer, const uint8_t *scale)
       : scales(_mm256_cvtepi8_epi16(integer)), d(broadcast_f16(scale)) {}
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    __m256i spread[4];
-    spread_scales(scales, spread);
-    const __m256i sum = dot_halves(w, spread, a.q);
-    const __m256i bias = _mm256_slli_epi32(_mm256_madd_epi16(scales, load32(a.sums)), kBias);
-    return fma_block(_mm256_sub_epi32(sum, bias), d, a.d, acc);
+    return fma_block(dot_narrow<kBias>(w, a, split_halves(scales)), d, a.d, acc);
   }
 };
 
@@ -388,11 +396,14 @@ struct ThreeBits : ScaledHalves<3> { // Q3_K
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
 };
 
+APU_INLINE Halves widen_halves(__m256i v) { // (8, 2) values below 2^15 as int32, a register for each half
+  return {_mm256_and_si256(v, _mm256_set1_epi32(0xffff)), _mm256_srli_epi32(v, 16)};
+}
+
 struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elements
   static constexpr bool kHalfScales = true, kHalfMinima = true, kSuperblock = true;
-  static constexpr int kBits = 2;
   static constexpr uint32_t kGroupBytes = 84;
-  __m256i scales, minima;
+  __m256i scales, minima; // (8, 2) int16
   __m256 d, m;
 
   APU_INLINE TwoBits(const uint8_t *p, uint32_t) {
@@ -403,16 +414,15 @@ struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elemen
     m = broadcast_f16(p + 82);
   }
 
+  APU_INLINE __m256 minimum() const { return negative(m); }
+
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) {
     return {two_bits(p + 16, i), two_bits(p + 32, i)};
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
-    __m256i spread[4];
-    spread_scales(scales, spread);
-    acc = fma_block(dot_halves(w, spread, a.q), d, a.d, acc);
-    const __m256i least = _mm256_madd_epi16(minima, load32(a.sums));
-    return _mm256_fnmadd_ps(_mm256_cvtepi32_ps(least), _mm256_mul_ps(m, _mm256_loadu_ps(a.d)), acc);
+    acc = fma_block(dot_narrow<0>(w, a, split_halves(scales)), d, a.d, acc);
+    return _mm256_fnmadd_ps(m, weigh(widen_halves(minima), a.s16), acc);
   }
 };
 

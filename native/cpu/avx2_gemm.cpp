@@ -16,7 +16,7 @@ constexpr uint32_t kPanelRows = 8;
 constexpr uint32_t kRows = 4; // activations at a time
 constexpr uint32_t kMaxPanels = 4;
 constexpr size_t kPanelsBytes = 256 << 10;
-constexpr size_t kBlockBytes = 256 + 4 * 32; // values, scales and three tables of a block of eight rows
+constexpr size_t kBlockBytes = 256 + 5 * 32; // values and tables of a block of eight rows
 
 uint32_t groups_of(uint32_t k) {
   return (k + 255) / 256;
@@ -31,19 +31,20 @@ uint32_t panels_of(uint32_t k) {
 
 // Block b of a row is at position (b % 8) * groups + b / 8 of every table; (8) means a value for each of eight rows.
 struct Panel {
-  uint8_t *values; // (blocks, 8, 8, 4) four bytes of each row
-  float *scale;    // (blocks, 8) ws
-  uint8_t *first;  // (blocks, 8) wm, or the integer scales of both halves as int16
-  uint8_t *second; // (blocks, 8) the integer minima of both halves as int16
-  uint8_t *third;  // (blocks, 8) their scale
+  uint8_t *values;  // (blocks, 8, 8, 4) four bytes of each row
+  float *scale;     // (blocks, 8) ws
+  float *minimum;   // (blocks, 8) wm
+  uint8_t *half[2]; // (blocks, 8, 2) the integer scale of a half, an int16 twice
+  uint8_t *minima;  // (blocks, 8, 2) the integer minima of both halves, int16
 
   Panel(void *memory, uint32_t groups) {
     const size_t blocks = size_t{groups} * kGroup;
     values = static_cast<uint8_t *>(memory);
     scale = reinterpret_cast<float *>(values + 256 * blocks);
-    first = values + (256 + 32) * blocks;
-    second = values + (256 + 64) * blocks;
-    third = values + (256 + 96) * blocks;
+    minimum = scale + 8 * blocks;
+    half[0] = values + (256 + 2 * 32) * blocks;
+    half[1] = values + (256 + 3 * 32) * blocks;
+    minima = values + (256 + 4 * 32) * blocks;
   }
 };
 
@@ -73,26 +74,28 @@ APU_INLINE void store32(void *p, __m256i v) {
 }
 
 // r: one register a row, a lane a block of the group; to a table with a register a block.
-APU_INLINE void store_table(__m256i *r, uint8_t *table, uint32_t groups, uint32_t group) {
+APU_INLINE void store_table(__m256i *r, void *table, uint32_t groups, uint32_t group) {
   transpose(r);
-  for (uint32_t b = 0; b < kGroup; ++b) store32(table + 32 * (size_t{b} * groups + group), r[b]);
+  auto *to = static_cast<uint8_t *>(table);
+  for (uint32_t b = 0; b < kGroup; ++b) store32(to + 32 * (size_t{b} * groups + group), r[b]);
 }
 
 template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, uint32_t group, const Panel &panel) {
   const uint32_t groups = groups_of(w.k), left = w.k / 32 - group * kGroup, count = left < kGroup ? left : kGroup;
   const uint8_t *p = w.data + n * w.row_stride + size_t{group} * Format::kGroupBytes;
   __m256i row[kPanelRows];
-  const auto fill = [&](uint8_t *table, auto field) __attribute__((always_inline)) {
+  const auto fill = [&](void *table, auto field) __attribute__((always_inline)) {
     for (uint32_t r = 0; r < kPanelRows; ++r) row[r] = field(Format(p + r * w.row_stride, count));
     store_table(row, table, groups, group);
   };
-  fill(reinterpret_cast<uint8_t *>(panel.scale), [](const Format &f) { return _mm256_castps_si256(f.d); });
-  if constexpr (Format::kMinimum) fill(panel.first, [](const Format &f) { return _mm256_castps_si256(f.minimum()); });
-  if constexpr (Format::kHalfScales) fill(panel.first, [](const Format &f) { return f.scales; });
-  if constexpr (Format::kHalfMinima) {
-    fill(panel.second, [](const Format &f) { return f.minima; });
-    fill(panel.third, [](const Format &f) { return _mm256_castps_si256(f.m); });
+  fill(panel.scale, [](const Format &f) { return _mm256_castps_si256(f.d); });
+  if constexpr (Format::kMinimum || Format::kHalfMinima)
+    fill(panel.minimum, [](const Format &f) { return _mm256_castps_si256(f.minimum()); });
+  if constexpr (Format::kHalfScales) {
+    fill(panel.half[0], [](const Format &f) { return split_halves(f.scales).first; });
+    fill(panel.half[1], [](const Format &f) { return split_halves(f.scales).second; });
   }
+  if constexpr (Format::kHalfMinima) fill(panel.minima, [](const Format &f) { return f.minima; });
 
   for (uint32_t i = 0; i < 4; ++i) {
     __m256i second[kPanelRows];
@@ -124,56 +127,68 @@ APU_INLINE void pin(const int8_t *&p) {
   __asm__("" : "+r"(p));
 }
 
-APU_INLINE __m256i broadcast4(const int8_t *q) {
+// Where kCount rows of activations stand, from the same block on. All lie a multiple of the row's floats apart, so the
+// registers hold the multiples and the arrays' ends instead of a pointer per row and array.
+template <uint32_t kCount> struct Rows {
+  const char *q, *d, *s16, *s, *sum16;
+  size_t stride[kCount]; // bytes of s; the others have 8, 2, 2 and 2 times as many
+
+  APU_INLINE Rows(const ActBlocks &a, uint32_t row) {
+    const ActBlocks first = a.from(row);
+    q = reinterpret_cast<const char *>(first.q);
+    d = reinterpret_cast<const char *>(first.d);
+    s16 = reinterpret_cast<const char *>(first.s16);
+    s = reinterpret_cast<const char *>(first.s);
+    sum16 = reinterpret_cast<const char *>(first.sum16);
+#pragma GCC unroll 8
+    for (uint32_t t = 0; t < kCount; ++t) stride[t] = size_t{t} * a.blocks * sizeof(float);
+  }
+  APU_INLINE void next(size_t lane, size_t group) { // blocks of a lane, then of the next groups
+    q += 64 * (lane % 4) + 16 * (lane / 4) + 256 * group;
+    d += 4 * lane + 64 * group;
+    s16 += 4 * lane + 64 * group;
+    s += 4 * lane + 32 * group;
+    sum16 += 4 * lane + 64 * group;
+  }
+};
+
+APU_INLINE __m256i broadcast4(const char *p) {
   int32_t v;
-  std::memcpy(&v, q, sizeof v);
+  std::memcpy(&v, p, sizeof v);
   return _mm256_set1_epi32(v);
 }
-
-// Of the scales of both halves as int16, one of them twice.
-APU_INLINE __m256i repeat_half(__m256i scales, uint32_t half) {
-  if (half == 0)
-    return _mm256_or_si256(_mm256_slli_epi32(scales, 16), _mm256_and_si256(scales, _mm256_set1_epi32(0xffff)));
-  return _mm256_or_si256(_mm256_srli_epi32(scales, 16), _mm256_andnot_si256(_mm256_set1_epi32(0xffff), scales));
+APU_INLINE __m256 broadcast_float(const char *p) {
+  return _mm256_castsi256_ps(broadcast4(p));
 }
 
-// Integer sums of one block of eight rows with kCount rows of activations, sub-block scales folded in. q: the block's
-// first half in each row, its second half 32 bytes on.
+// Integer sums of one half of a block, of eight rows with kCount rows of activations, the half's scale folded in.
 template <class Format, uint32_t kCount>
-APU_INLINE void block_sums(const uint8_t *w, __m256i scales, const int8_t *const *q, __m256i *out) {
-  constexpr uint32_t kRun = Format::kBits == 6 ? 2 : Format::kBits == 5 || Format::kHalfScales ? 4 : 8;
-  const __m256i one = _mm256_set1_epi16(1);
-  __m256i narrow[kCount]; // int16 sums, widened after kRun products, before they could overflow
+APU_INLINE void half_sums(const uint8_t *w, uint32_t half, __m256i scale, const Rows<kCount> &a, __m256i *sum) {
+#pragma GCC unroll 4
+  for (uint32_t i = 0; i < 4; ++i) {
+    const __m256i v = load32(w + 128 * half + 32 * i);
+    const __m256i magnitude = Format::kSigned ? _mm256_abs_epi8(v) : v;
 #pragma GCC unroll 8
-  for (uint32_t i = 0; i < 8; ++i) {
-    const __m256i v = load32(w + 32 * i);
-    const uint32_t offset = 4 * (i % 4) + 32 * (i / 4);
-    if constexpr (Format::kSigned) {
-      const __m256i magnitude = _mm256_abs_epi8(v);
-#pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
-        const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(broadcast4(q[t] + offset), v));
-        const __m256i wide = _mm256_madd_epi16(pairs, one);
-        out[t] = i == 0 ? wide : _mm256_add_epi32(out[t], wide);
-        pin(out[t]);
+    for (uint32_t t = 0; t < kCount; ++t) {
+      const __m256i q = broadcast4(a.q + 8 * a.stride[t] + 32 * half + 4 * i);
+      if constexpr (Format::kSigned) {
+        const __m256i wide = _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(q, v)), scale);
+        sum[t] = i == 0 ? wide : _mm256_add_epi32(sum[t], wide);
+      } else {
+        const __m256i pairs = _mm256_maddubs_epi16(magnitude, q);
+        sum[t] = i == 0 ? pairs : _mm256_add_epi16(sum[t], pairs); // may wrap until the bias is out
       }
-    } else {
-#pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
-        const __m256i pairs = _mm256_maddubs_epi16(v, broadcast4(q[t] + offset));
-        narrow[t] = i % kRun == 0 ? pairs : _mm256_add_epi16(narrow[t], pairs);
-        pin(narrow[t]);
-      }
-      if (i % kRun == kRun - 1) {
-        const __m256i widen = Format::kHalfScales ? repeat_half(scales, i / 4) : one;
-#pragma GCC unroll 8
-        for (uint32_t t = 0; t < kCount; ++t) {
-          const __m256i wide = _mm256_madd_epi16(narrow[t], widen);
-          out[t] = i < kRun ? wide : _mm256_add_epi32(out[t], wide);
-          pin(out[t]);
-        }
-      }
+      pin(sum[t]);
     }
+  }
+  if constexpr (Format::kSigned) return;
+#pragma GCC unroll 8
+  for (uint32_t t = 0; t < kCount; ++t) {
+    if constexpr (Format::kBias != 0) {
+      const __m256i sums = broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half);
+      sum[t] = _mm256_sub_epi16(sum[t], _mm256_slli_epi16(sums, Format::kBias));
+    }
+    sum[t] = _mm256_madd_epi16(sum[t], scale);
   }
 }
 
@@ -181,43 +196,44 @@ template <class Format, uint32_t kCount>
 void multiply(const Panel &panel, uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0, float *y,
               size_t y_stride) {
   __m256 lane[kGroup][kCount];
-  const size_t row = size_t{t0} * a.blocks; // in blocks
   for (uint32_t l = 0; l < kGroup; ++l) {
     __m256 acc[kCount];
 #pragma GCC unroll 8
     for (uint32_t t = 0; t < kCount; ++t) acc[t] = _mm256_setzero_ps();
-    for (uint32_t b = l, g = 0; b < blocks; b += kGroup, ++g) {
-      const size_t at = size_t{l} * groups + g;
-      const int8_t *q[kCount];
+    Rows<kCount> act(a, t0);
+    act.next(l, 0);
+    size_t at = size_t{l} * groups;
+    for (uint32_t b = l; b < blocks; b += kGroup, ++at, act.next(0, 1)) {
+      __m256 value[kCount];
+#pragma GCC unroll 2
+      for (uint32_t h = 0; h < 2; ++h) {
+        const __m256i scale = Format::kHalfScales ? load32(panel.half[h] + 32 * at) : _mm256_set1_epi16(1);
+        __m256i sum[kCount];
+        half_sums<Format, kCount>(panel.values + 256 * at, h, scale, act, sum);
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
-        q[t] = a.q + 32 * (row + size_t{t} * a.blocks + b - l) + 64 * (l % 4) + 16 * (l / 4);
-        pin(q[t]);
+        for (uint32_t t = 0; t < kCount; ++t) {
+          const __m256 d = broadcast_float(act.d + 2 * act.stride[t] + 32 * h), v = _mm256_cvtepi32_ps(sum[t]);
+          value[t] = h == 0 ? _mm256_mul_ps(v, d) : _mm256_fmadd_ps(v, d, value[t]);
+        }
       }
-      const __m256i scales = Format::kHalfScales ? load32(panel.first + 32 * at) : _mm256_setzero_si256();
-      __m256i sum[kCount];
-      block_sums<Format, kCount>(panel.values + 256 * at, scales, q, sum);
       const __m256 scale = _mm256_loadu_ps(panel.scale + 8 * at);
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
-        const size_t i = row + size_t{t} * a.blocks + b;
-        const __m256 d = _mm256_set1_ps(a.d[i]);
-        if constexpr (Format::kBias != 0) {
-          int32_t halves; // both int16 sums
-          std::memcpy(&halves, reinterpret_cast<const int16_t *>(a.sum16 + 2 * (i - b)) + 2 * b, sizeof halves);
-          const __m256i weight = Format::kHalfScales ? scales : _mm256_set1_epi16(1);
-          const __m256i biased = _mm256_madd_epi16(_mm256_set1_epi32(halves), weight);
-          sum[t] = _mm256_sub_epi32(sum[t], _mm256_slli_epi32(biased, Format::kBias));
-        }
-        acc[t] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[t]), _mm256_mul_ps(scale, d), acc[t]);
-        if constexpr (Format::kMinimum)
-          acc[t] = _mm256_fmadd_ps(_mm256_castsi256_ps(load32(panel.first + 32 * at)), _mm256_set1_ps(a.s[i]), acc[t]);
-        if constexpr (Format::kHalfMinima) {
-          int32_t halves;
-          std::memcpy(&halves, reinterpret_cast<const int16_t *>(a.sum16 + 2 * (i - b)) + 2 * b, sizeof halves);
-          const __m256i least = _mm256_madd_epi16(_mm256_set1_epi32(halves), load32(panel.second + 32 * at));
-          const __m256 m = _mm256_castsi256_ps(load32(panel.third + 32 * at));
-          acc[t] = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(least), _mm256_mul_ps(m, d), acc[t]);
+      for (uint32_t t = 0; t < kCount; ++t) acc[t] = _mm256_fmadd_ps(scale, value[t], acc[t]);
+      if constexpr (Format::kMinimum) {
+        const __m256 minimum = _mm256_loadu_ps(panel.minimum + 8 * at);
+#pragma GCC unroll 8
+        for (uint32_t t = 0; t < kCount; ++t)
+          acc[t] = _mm256_fmadd_ps(minimum, broadcast_float(act.s + act.stride[t]), acc[t]);
+      }
+      if constexpr (Format::kHalfMinima) {
+        const __m256 minimum = _mm256_loadu_ps(panel.minimum + 8 * at);
+        const Halves m = widen_halves(load32(panel.minima + 32 * at));
+        const __m256 first = _mm256_cvtepi32_ps(m.first), second = _mm256_cvtepi32_ps(m.second);
+#pragma GCC unroll 8
+        for (uint32_t t = 0; t < kCount; ++t) {
+          const char *s = act.s16 + 2 * act.stride[t];
+          const __m256 v = _mm256_fmadd_ps(second, broadcast_float(s + 32), _mm256_mul_ps(first, broadcast_float(s)));
+          acc[t] = _mm256_fmadd_ps(minimum, v, acc[t]);
         }
       }
     }

@@ -75,24 +75,12 @@ bool has_matmul(uint32_t dtype) {
   return type_info(dtype).matmul;
 }
 
-// Until the level's own kernels follow the law of quant/blocks.h.
-template <const KernelTable *(*Table)()> const KernelTable *with_portable_matmul() {
-  static const KernelTable table = [] {
-    KernelTable t = *Table();
-    t.quantize = portable_table()->quantize;
-    t.matmul = portable_table()->matmul;
-    t.work_bytes = [](uint32_t k) { return Table()->work_bytes(k) + portable_table()->work_bytes(k); };
-    return t;
-  }();
-  return &table;
-}
-
 const KernelTable *kernel_table(uint32_t isa) {
   switch (isa) {
   case APU_ISA_AUTO: return kernel_table(best_isa());
   case APU_ISA_PORTABLE: return portable_table();
 #if defined(__x86_64__)
-  case APU_ISA_AVX2: return has_avx2() ? with_portable_matmul<avx2_table>() : nullptr;
+  case APU_ISA_AVX2: return has_avx2() ? avx2_table() : nullptr;
   case APU_ISA_AVX512: return has_avx512() ? avx512_table() : nullptr;
 #endif
   default: return nullptr;

@@ -59,12 +59,6 @@ static inline void quantize_residual(const float *x, uint32_t k, float *out) {
   }
 }
 
-// One scale a block, only for the AVX2 sources until they follow.
-static inline void quantize_block(const float *x, uint32_t count, int8_t *q, float *d, float *s, int32_t *sum16) {
-  *d = quantize_half(x, count < 16 ? count : 16, q, sum16);
-  *s = 0.0f;
-}
-
 // d_0 * I_0 + d_1 * I_1, of a block's dot product and of its minimums (I = m, d = s16).
 static inline float add_halves(int32_t i0, int32_t i1, float d0, float d1) {
   return fmaf(static_cast<float>(i1), d1, static_cast<float>(i0) * d0);
