@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <fcntl.h>
 #include <fstream>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -28,6 +29,11 @@ namespace apu::cpu {
 namespace {
 
 constexpr uint32_t kDefaultSpinUs = 30;
+
+// Crowding: how much running time is weighed at once, and how long until another worker is tried, at first and at most.
+constexpr uint64_t kWindowNs = 30'000'000;
+constexpr uint64_t kPatienceNs = 250'000'000;
+constexpr uint64_t kMostPatienceNs = 4'000'000'000;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -183,7 +189,9 @@ Pool::Pool(const Options &options) {
   spin_ns_ = uint64_t(options.spin_us ? options.spin_us : kDefaultSpinUs) * 1000;
   pid_ = getpid();
   shares_ = std::make_unique<Share[]>(count);
+  tids_ = std::make_unique<std::atomic<int>[]>(count);
   threads_.reserve(count);
+  crowding_.limit = count;
 
   // Signals are for the host's threads; faults are synchronous and still reach whoever caused them.
   sigset_t all, before;
@@ -213,6 +221,7 @@ Pool::Pool(const Options &options) {
     throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  watch();
 }
 
 Pool::~Pool() {
@@ -223,6 +232,7 @@ Pool::~Pool() {
   stop_.store(true, std::memory_order_seq_cst);
   signal(size());
   for (std::thread &t : threads_) t.join();
+  for (int fd : crowding_.stat) close(fd);
 }
 
 bool Pool::forked() const {
@@ -236,7 +246,7 @@ void Pool::signal(uint32_t workers) {
 }
 
 void Pool::post(Job *job) {
-  job->workers = std::clamp(job->workers, 1u, size());
+  job->workers = std::clamp(job->workers, 1u, job->elastic ? crowding_.limit.load(std::memory_order_relaxed) : size());
   std::lock_guard<std::mutex> lock(post_mutex_);
   uint64_t n = posted_.load(std::memory_order_relaxed);
   while (n - completed_.load(std::memory_order_acquire) >= kQueue) { // rare: plans bound their own submissions
@@ -265,7 +275,67 @@ void Pool::run(uint32_t workers, const std::function<void(Worker &)> &f) {
   while (call.over.load(std::memory_order_acquire) == 0) futex_wait(&call.over, 0, ~0u);
 }
 
+namespace {
+
+uint64_t waited_ns(int fd) { // "<running> <waiting for a core> <slices>"
+  char text[96];
+  ssize_t n = pread(fd, text, sizeof(text) - 1, 0);
+  text[n > 0 ? n : 0] = 0;
+  unsigned long long waited = 0;
+  return std::sscanf(text, "%*u %llu", &waited) == 1 ? waited : 0;
+}
+
+} // namespace
+
+void Pool::watch() {
+  if (size() == 1) return;
+  std::vector<int> fds;
+  for (uint32_t i = 0; i < size(); ++i) {
+    while (tids_[i].load(std::memory_order_acquire) == 0) sched_yield();
+    std::string path = "/proc/self/task/" + std::to_string(tids_[i].load()) + "/schedstat";
+    int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) break;
+    fds.push_back(fd);
+  }
+  if (fds.size() != size()) {
+    for (int fd : fds) close(fd);
+    return;
+  }
+  crowding_.waited.assign(size(), 0);
+  for (uint32_t i = 0; i < size(); ++i) crowding_.waited[i] = waited_ns(fds[i]);
+  crowding_.stat = std::move(fds);
+}
+
+void Pool::weigh(uint32_t workers, bool elastic) {
+  Crowding &c = crowding_;
+  uint32_t limit = c.limit.load(std::memory_order_relaxed);
+  if (c.stat.empty() || !elastic || workers < limit) return; // says nothing about the limit
+  uint64_t now = now_ns();
+  c.busy += now - c.job_start;
+  if (c.busy < kWindowNs) return;
+  // Workers wait for the slowest at every barrier: what is left of the speed is the product of what each one has.
+  double left = 1;
+  for (uint32_t i = 0; i < size(); ++i) {
+    uint64_t waited = waited_ns(c.stat[i]);
+    if (i < workers) left *= 1 - std::min(1.0, double(waited - c.waited[i]) / double(c.busy));
+    c.waited[i] = waited;
+  }
+  c.busy = 0;
+  if (limit > 1 && left < 0.95 * (limit - 1) / limit) {
+    // A raise that did not last doubles the time until the next one.
+    bool again = c.raised_at && now - c.raised_at < 4 * kWindowNs;
+    c.patience = again ? std::min(2 * c.patience, kMostPatienceNs) : kPatienceNs;
+    c.raise_at = now + c.patience;
+    c.limit.store(limit - 1, std::memory_order_relaxed);
+  } else if (limit < size() && now >= c.raise_at) {
+    c.raised_at = now;
+    c.raise_at = now + kPatienceNs;
+    c.limit.store(limit + 1, std::memory_order_relaxed);
+  }
+}
+
 void Pool::loop(uint32_t index) {
+  tids_[index].store(int(syscall(SYS_gettid)), std::memory_order_release);
 #if defined(__x86_64__)
   _mm_setcsr(0x1f80); // a host that flushes denormals must not change results
 #endif
@@ -298,10 +368,12 @@ void Pool::loop(uint32_t index) {
     if (index >= count) continue;
     Worker worker{*this, index, count};
     shares_[index].value.store(0, std::memory_order_relaxed);
-    worker.barrier(); // no one may look at a share that is not cleared
+    // No one may look at a share that is not cleared.
+    worker.barrier([this] { crowding_.job_start = now_ns(); });
     job->run(worker);
     if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
       finished_.store(0, std::memory_order_relaxed);
+      weigh(count, job->elastic);
       job->done(); // the job may be gone now
       completed_.store(next, std::memory_order_seq_cst);
       if (posted_.load(std::memory_order_seq_cst) > next) signal(UINT32_MAX);

@@ -35,7 +35,8 @@ struct Worker {
 };
 
 struct Job {
-  uint32_t workers = 0; // how many of the pool's threads take part, at least 1
+  uint32_t workers = 0; // how many of the pool's threads take part, at least 1; set by post()
+  bool elastic = false; // fewer may take part
   virtual void run(Worker &worker) = 0;
   virtual void done() = 0; // on the last worker to finish; the pool does not touch the job afterwards
   virtual ~Job() = default;
@@ -71,6 +72,17 @@ private:
     std::atomic<uint64_t> value{0};
   };
 
+  // How many workers elastic jobs get. Time that a worker is ready to run but has no core, as the kernel counts it, is
+  // weighed against what one worker less would cost; from time to time one more is tried.
+  struct Crowding {
+    std::vector<int> stat; // /proc/self/task/*/schedstat of each worker; empty where the kernel does not count
+    std::vector<uint64_t> waited;
+    uint64_t job_start = 0, busy = 0, raise_at = 0, raised_at = 0, patience = 0; // nanoseconds
+    std::atomic<uint32_t> limit{0};
+  };
+
+  void watch();
+  void weigh(uint32_t workers, bool elastic);
   void loop(uint32_t index);
   void signal(uint32_t workers);
   template <typename Ready> bool spin(Ready ready) const;
@@ -81,6 +93,7 @@ private:
   uint64_t spin_ns_;
   int pid_;
   std::unique_ptr<Share[]> shares_;
+  std::unique_ptr<std::atomic<int>[]> tids_;
 
   alignas(128) std::atomic<uint32_t> arrived_{0};
   alignas(128) std::atomic<uint32_t> epoch_{0}; // of barriers
@@ -98,6 +111,7 @@ private:
   };
   Entry queue_[kQueue];
   std::mutex post_mutex_;
+  Crowding crowding_; // but for the limit, touched by the last worker to finish a job
   std::vector<std::thread> threads_;
 };
 

@@ -28,7 +28,7 @@ constexpr uint32_t kMaxPending = 8; // submissions of a plan; the next one waits
 
 class Submission final : public cpu::Job, public cpu::Run {
 public:
-  explicit Submission(apu_plan &plan) : plan_(plan) {}
+  explicit Submission(apu_plan &plan) : plan_(plan) { elastic = true; }
 
   void run(cpu::Worker &worker) override;
   void done() override;
