@@ -1,8 +1,8 @@
 """Every option of the engine in one place: default, help, range, and its APU_* twin in the environment.
 
 An option is one dataclass field. The command line, the Python API, the environment and docs/configuration.md
-are all derived from it, and `EngineConfig.resolve` is the only reader of the environment in this package. An
-argument or flag wins over the environment, which wins over the default; errors name option and source.
+are all derived from it, and no other module reads an option from the environment. An argument or flag wins
+over the environment, which wins over the default; errors name option and source.
 `python -m apu_engine.config` prints docs/configuration.md.
 """
 
@@ -66,7 +66,7 @@ class Spec:
             return "on" if self.default else "off"
         if self.kind == "size" and self.default:
             return format_size(self.default)
-        return "none" if self.default is None else str(self.default)
+        return "none" if self.default is None else self._show(self.default)
 
     @property
     def expected(self) -> str:
@@ -87,10 +87,10 @@ class Spec:
             return f"{what} of at least {self._show(self.lo)}"
         return what
 
-    def _show(self, number: float) -> str:
+    def _show(self, value: Any) -> str:
         if self.kind == "size":
-            return format_size(int(number))
-        return f"{number:g}" if number % 1 else f"{number:.0f}"
+            return format_size(int(value))
+        return f"{value:g}" if isinstance(value, float) else str(value)
 
     def convert(self, value: Any) -> Any:
         """`value` as this option's type; ValueError when it is not one. Strings are parsed."""

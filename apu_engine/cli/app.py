@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from apu_engine.config import GROUPS, EngineConfig, Spec, specs
+from apu_engine.errors import ConfigError
 
 Verb = Callable[..., int | None]
 
@@ -40,6 +41,13 @@ def with_config(*groups: str, exclude: tuple[str, ...] = (), model_argument: boo
         return command
 
     return wrap
+
+
+def require_model(config: EngineConfig, verb: str) -> str:
+    """The model's path; ConfigError when none was named."""
+    if not config.model:
+        raise ConfigError(f"no model was named; try `apu-engine {verb} -m MODEL.gguf` or set APU_MODEL", "model")
+    return config.model
 
 
 def _parameter(item: Spec) -> inspect.Parameter:

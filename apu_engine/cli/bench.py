@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apu_engine.cli.app import with_config
-from apu_engine.cli.serve import require_model
+from apu_engine.cli.app import require_model, with_config
 from apu_engine.config import EngineConfig, spec
 from apu_engine.errors import ConfigError
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from apu_engine.cli.app import with_config
-from apu_engine.cli.serve import require_model
+from apu_engine.cli.app import require_model, with_config
 from apu_engine.config import EngineConfig
 
 
@@ -17,7 +16,10 @@ from apu_engine.config import EngineConfig
     "model",
     "engine",
     "output",
-    exclude=("threads", "isa", "pin", "memory", "mlock", "prefetch", "queue", "max_tokens", "log_level", "timings"),
+    exclude=(
+        *("device", "threads", "isa", "pin", "memory", "mlock", "prefetch"),
+        *("queue", "max_tokens", "log_level", "timings"),
+    ),
     model_argument=True,
 )
 def plan(
