@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apu_engine.cli.app import with_config
-from apu_engine.cli.serve import require_model
+from apu_engine.cli.app import require_model, with_config
 from apu_engine.config import EngineConfig
 from apu_engine.errors import ApuError, ConfigError
 
@@ -39,7 +38,9 @@ _VISIBLE = {
 }
 
 
-@with_config("model", "engine", "sampling", "text", "output", exclude=("queue", "parallel"), model_argument=True)
+@with_config(
+    "model", "engine", "sampling", "text", "output", exclude=("queue", "parallel", "log_level"), model_argument=True
+)
 def chat(
     config: EngineConfig,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Answer this and exit.")] = None,
@@ -126,10 +127,15 @@ class Session:
         """Answer `text` within the conversation. An answer that was interrupted stays in it as far as it
         came.
         """
-        generation = self._start(text)  # raises before the history changes for good
-        completion = self._print(generation)
+        before = list(self.history)
+        try:
+            completion = self._print(self._start(text))
+        except BaseException:
+            self.history[:] = before  # a question without its answer would spoil the next one
+            raise
         print(flush=True)
-        self.history.append({"role": "assistant", "content": completion.text})
+        if not self.raw:
+            self.history.append({"role": "assistant", "content": completion.text})
         if completion.finish_reason == "length":
             print("(stopped at the limit on tokens; /reset starts afresh)", file=sys.stderr)
 
@@ -137,11 +143,7 @@ class Session:
         if self.raw:
             return self.llm.stream(text)
         self.history.append({"role": "user", "content": text})
-        try:
-            return self.llm.stream_chat(self.messages())
-        except BaseException:
-            self.history.pop()
-            raise
+        return self.llm.stream_chat(self.messages())
 
     def _print(self, generation: Generation) -> Completion:
         try:

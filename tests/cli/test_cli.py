@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from apu_engine.cli import main
-from apu_engine.cli.chat import printable
+from apu_engine.cli.chat import Session, printable
 from apu_engine.config import specs
+from apu_engine.errors import ApuError
 from models import TinyModel
 
 
@@ -48,14 +49,16 @@ def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "groups"),
-    [("serve", {"model", "engine", "sampling", "server", "output"}), ("chat", {"model", "sampling", "text"})],
+    [("serve", {"model", "engine", "sampling", "server", "output"}), ("chat", {"model", "sampling", "text", "output"})],
 )
 def test_help_shows_options_with_their_twins(capsys: pytest.CaptureFixture[str], verb: str, groups: set[str]) -> None:
     _, out, _ = run(capsys, verb, "--help")
-    skipped = {"chat": {"queue", "parallel"}}.get(verb, set())
+    skipped = {"chat": {"queue", "parallel", "log_level"}, "serve": {"timings"}}[verb]
     for item in specs():
         if item.group in groups and item.flags and item.name not in skipped:
             assert item.flags[0] in out and item.env in out, item.name
+        elif item.name in skipped:
+            assert item.env not in out, item.name
 
 
 @pytest.mark.parametrize("verb", ["bench", "plan", "footprint"])
@@ -277,6 +280,25 @@ def test_ctrl_c_stops_the_answer_not_the_conversation(tiny_llama: TinyModel) -> 
     chat.read_until("> ")
     chat.say("/quit\n")
     assert chat.close() == 0
+
+
+@pytest.mark.parametrize("when", ["start", "answer"])
+def test_a_question_whose_answer_failed_leaves_the_conversation(when: str) -> None:
+    class Failing:
+        def stream_chat(self, messages: list[dict[str, str]]) -> Any:
+            assert messages[-1] == {"role": "user", "content": "and now?"}
+            if when == "start":
+                raise ApuError("refused")
+            return self
+
+        def __iter__(self) -> Any:
+            raise ApuError("failed")
+
+    history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    session = Session(Failing(), history=list(history))  # type: ignore[arg-type]
+    with pytest.raises(ApuError):
+        session.turn("and now?")
+    assert session.history == history
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
