@@ -139,7 +139,7 @@ class Engine:
         token.
         """
         with self._lock:
-            job._cancel.set()
+            job.mark_cancelled()
             self._interrupt()
             self._wake.notify()
 
@@ -168,9 +168,9 @@ class Engine:
             if self._state != "failed":
                 self._state = "closed"
             for job, _ in self._waiting:
-                job._cancel.set()
+                job.mark_cancelled()
             for sequence in self._scheduler.running:
-                sequence.job._cancel.set()
+                sequence.job.mark_cancelled()
             self._interrupt()
             self._wake.notify()
             thread = self._thread

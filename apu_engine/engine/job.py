@@ -93,6 +93,10 @@ class Job:
     def cancelled(self) -> bool:
         return self._cancel.is_set()
 
+    def mark_cancelled(self) -> None:
+        """Only sets the flag; `Engine.cancel` also interrupts what runs and wakes the engine."""
+        self._cancel.set()
+
 
 class QueueFullError(ApuError):
     """As many jobs wait as may wait; try again later."""

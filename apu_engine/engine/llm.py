@@ -155,8 +155,7 @@ class LLM:
     (docs/configuration.md); `options` takes any other option of EngineConfig by name.
 
     `on_stage(name)` is called at the end of "tokenizer", "pool", "map", "load" and "ready"; `on_progress`
-    with readahead's Progress. `copy_weights` makes the anonymous copy that this engine avoids, to test that
-    it is noticed.
+    with readahead's Progress.
 
     Raises ConfigError, FormatError, ModelError, MappingError or BudgetError; each message says what to do.
     """
@@ -171,7 +170,6 @@ class LLM:
         *,
         on_stage: OnStage | None = None,
         on_progress: OnProgress | None = None,
-        copy_weights: bool | None = None,
         **options: Any,
     ) -> None:
         given = {
@@ -180,7 +178,6 @@ class LLM:
             "ctx": ctx,
             "threads": threads,
             "precision": precision,
-            "copy_weights": copy_weights,
             **options,
         }
         self._open(EngineConfig.resolve(given), on_stage, on_progress)
@@ -278,7 +275,7 @@ class LLM:
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer; none without a tokenizer."""
         tokenizer = self.runtime.tokenizer
-        return frozenset() if tokenizer is None else frozenset(tokenizer.eog_ids)
+        return frozenset() if tokenizer is None else tokenizer.eog_ids
 
     def text_stream(self, stop: str | Sequence[str] = (), continuation: bool = False) -> TextStream:
         """A filter that turns the tokens of one answer into text, ending at stop strings."""
@@ -304,7 +301,6 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
-        _continuation: bool = True,
         **sampling: Any,
     ) -> Generation:
         """Continue `prompt`, text or token ids; iterate over the result for text as it comes.
@@ -314,11 +310,10 @@ class LLM:
         presence_penalty, seed, logit_bias, logprobs, top_logprobs. Raises ConfigError or ContextLengthError
         at once for what cannot run.
         """
-        ids = self._ids(prompt)
-        job = self._job(ids, max_tokens, sampling, ignore_eos)
+        job = self._job(self._ids(prompt), max_tokens, sampling, ignore_eos)
         text: TextStream | None = None
         if self.runtime.tokenizer is not None or stop:
-            text = self.text_stream(stop, continuation=_continuation)
+            text = self.text_stream(stop, continuation=True)
         return Generation(self.runtime, job, text)
 
     def generate(self, prompt: Prompt, max_tokens: int | None = None, **options: Any) -> Completion:
@@ -356,18 +351,20 @@ class LLM:
         messages: str | Sequence[Message],
         max_tokens: int | None = None,
         *,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         template_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        **sampling: Any,
     ) -> Generation:
         """Answer a conversation, rendered with the model's chat template.
 
         A string is one user message, preceded by the `system` option's text where it is set.
-        `template_options` go to the template.
+        `template_options` go to the template, the others are as in `stream`.
         """
         ids = self.chat_tokens(messages, **(template_options or {}))
-        stop = options.pop("stop", ())
-        stop = [stop] if isinstance(stop, str) else [*stop]
-        return self.stream(ids, max_tokens, stop=[*stop, *self.chat_stop], _continuation=False, **options)
+        job = self._job(ids, max_tokens, sampling, ignore_eos)
+        stop = [stop] if isinstance(stop, str) else stop
+        return Generation(self.runtime, job, self.text_stream([*stop, *self.chat_stop]))
 
     def chat(self, messages: str | Sequence[Message], max_tokens: int | None = None, **options: Any) -> Completion:
         """As `stream_chat`, but waits for the whole answer."""
