@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from apu_engine._native import CancelledError
 from apu_engine.arch import GroupSpec, LoadedModel
 from apu_engine.engine.engine import StepCancelled
@@ -91,8 +89,3 @@ class PlanRunner:
 
     def cancel(self) -> None:
         self._plan.cancel()
-
-
-def empty_logits(tokens: int, vocabulary: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """(T, V): what a logits job fills."""
-    return np.empty((tokens, vocabulary), np.float32)

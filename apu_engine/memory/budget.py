@@ -24,22 +24,17 @@ def human_bytes(count: int) -> str:
     return f"{value:,.2f} TB"
 
 
-def memory_total(proc: Path = _PROC) -> int:
-    """Bytes of memory in this machine."""
-    return _meminfo(proc, "MemTotal")
-
-
 def memory_available(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Bytes that can be used, page cache included, before the machine or this cgroup runs short."""
-    return max(0, min([_meminfo(proc, "MemAvailable"), *_cgroup_headroom(proc, cgroup)]))
+    return max(0, min([_mem_available(proc), *_cgroup_headroom(proc, cgroup)]))
 
 
-def _meminfo(proc: Path, key: str) -> int:
+def _mem_available(proc: Path) -> int:
     for line in (proc / "meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
-        if name == key:
+        if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise OSError(f"{proc / 'meminfo'} has no {key}; is /proc mounted?")
+    raise OSError(f"{proc / 'meminfo'} has no MemAvailable; is /proc mounted?")
 
 
 def _cgroup_headroom(proc: Path, cgroup: Path) -> list[int]:
