@@ -18,17 +18,17 @@ constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
 
 // Row `first` of the activations, in blocks; the same in dot_some.
 template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
+  ActGroup act(a, first);
   __m256 acc = _mm256_setzero_ps();
-  uint32_t b = 0;
-  for (; b + kGroup <= blocks; b += kGroup, row += Format::kGroupBytes)
-    acc = add_group<Format>(row, kGroup, ActGroup(a, first + b), acc);
-  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks - b, ActGroup(a, first + b), acc);
+  for (; blocks >= kGroup; blocks -= kGroup, row += Format::kGroupBytes, act.next())
+    acc = add_group<Format>(row, kGroup, act, acc);
+  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks, act, acc);
   return sum8(acc);
 }
 
 template <class Format>
-void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
-              size_t y_stride) {
+APU_INLINE void dot_each(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
+                         size_t y_stride) {
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
   for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
@@ -36,6 +36,15 @@ void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t fi
     for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(ActGroup(a, first + size_t{t} * a.blocks + b), acc[t]);
   }
   for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
+}
+
+template <class Format>
+void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
+              size_t y_stride) {
+  if (rows == 2) // the two terms of one input: all in registers
+    dot_each<Format>(row, blocks, a, first, 2, y, y_stride);
+  else
+    dot_each<Format>(row, blocks, a, first, rows, y, y_stride);
 }
 
 struct MatmulRows {
@@ -116,21 +125,28 @@ void quantize_group(const float *x, const ActBlocks &a, size_t at) {
   for (uint32_t h = 0; h < 2; ++h) {
     HalfScales scales;
     const __m256 d = half_scales(x + 16 * h, scales);
-    __m256i sums[4];
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) { // blocks i and i + 4
+    const auto pair = [&](uint32_t i) __attribute__((always_inline)) { // blocks i and i + 4
       __m256i n[4];
       round_half(x + 32 * i + 16 * h, scales, i, n);
       round_half(x + 32 * (i + 4) + 16 * h, scales, i + 4, n + 2);
-      const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
-      const __m256i q = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-      _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.q + 32 * at + 64 * i + 32 * h), q);
-      sums[i] = _mm256_maddubs_epi16(_mm256_set1_epi8(1), q);
+      const __m256i q = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+      return _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    };
+    __m256i sums[2];
+    const __m256i one = _mm256_set1_epi8(1);
+#pragma GCC unroll 2
+    for (uint32_t j = 0; j < 2; ++j) {
+      const __m256i u = pair(2 * j), v = pair(2 * j + 1);
+      const __m256i low = _mm256_unpacklo_epi64(u, v), high = _mm256_unpackhi_epi64(u, v);
+      auto *q = reinterpret_cast<__m256i *>(a.q + 32 * at + 128 * j + 64 * h);
+      _mm256_storeu_si256(q, low);
+      _mm256_storeu_si256(q + 1, high);
+      sums[j] = _mm256_add_epi16(_mm256_maddubs_epi16(one, low), _mm256_maddubs_epi16(one, high));
     }
-    const __m256i sum = sum_lanes16(sums);
+    const __m256i sum = fold16(sums[0], sums[1]);
     s16[h] = _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))));
     const size_t to = 2 * at + kGroup * h;
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.sum16 + to), sum);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.sum16 + to), _mm256_slli_epi16(sum, kSumShift));
     _mm256_storeu_ps(a.d + to, d);
     _mm256_storeu_ps(a.s16 + to, s16[h]);
   }

@@ -116,22 +116,23 @@ template <class Format> void dequantize_group(const uint8_t *p, uint32_t count, 
     if constexpr (Format::kHalfScales) s = _mm256_mul_ps(s, half(format.scales));
     _mm256_store_ps(scale[h], s);
     if constexpr (Format::kMinimum) _mm256_store_ps(add[h], format.minimum());
-    if constexpr (Format::kHalfMinima)
-      _mm256_store_ps(add[h], _mm256_mul_ps(_mm256_xor_ps(format.m, _mm256_set1_ps(-0.0f)), half(format.minima)));
+    if constexpr (Format::kHalfMinima) _mm256_store_ps(add[h], _mm256_mul_ps(format.minimum(), half(format.minima)));
   }
-  for (uint32_t b = 0; b < count; ++b) {
-    const Pair pair = Format::pair(p, count, b % 4);
+  alignas(32) uint8_t bytes[32 * kGroup]; // in the order of activations
+#pragma GCC unroll 8
+  for (uint32_t i = 0; i < 8; ++i) {
+    const __m256i v = Format::quad(p, count, i / 4).half[i / 2 % 2][i % 2];
+    _mm256_store_si256(reinterpret_cast<__m256i *>(bytes + 32 * i), v);
+  }
+  for (uint32_t b = 0; b < count; ++b)
     for (uint32_t i = 0; i < 4; ++i) { // eight elements each
-      alignas(32) uint8_t bytes[32];
-      _mm256_store_si256(reinterpret_cast<__m256i *>(bytes), i < 2 ? pair.first : pair.second);
-      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes + b / 4 * 16 + i % 2 * 8));
+      const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes + quad_offset(b) + 32 * i));
       const __m256i q = Format::kSigned ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight);
       const __m256i value = _mm256_sub_epi32(q, _mm256_set1_epi32(Format::kBias ? 1 << Format::kBias : 0));
       __m256 v = _mm256_mul_ps(_mm256_set1_ps(scale[i / 2][b]), _mm256_cvtepi32_ps(value));
       if constexpr (Format::kMinimum || Format::kHalfMinima) v = _mm256_add_ps(v, _mm256_set1_ps(add[i / 2][b]));
       _mm256_storeu_ps(out + 32 * b + 8 * i, v);
     }
-  }
 }
 
 struct DequantizeRow {

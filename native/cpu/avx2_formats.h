@@ -1,10 +1,9 @@
 // The quantised GGUF types as AVX2 sees them: one trait per type that loads a group of eight 32-blocks (a superblock of
 // the K types) and adds its product with one row of activations to eight float lanes, lane b being block b of the
-// group. A group lies in pairs of blocks (b, b + 4): a register has the first half of both, the next one the second
-// halves. So a half stays within 128 bits, eight of them fold into their lanes in six shuffles, and the quantiser
-// stores activations in the same order. Bytes are unsigned with a bias (maddubs wants one unsigned side), and all sums
-// before the last step are int16 that may wrap: without its bias, half a half's sum fits, |w| * 127 * 8 < 2^15. Only
-// Q8_0 is signed and moves its signs to the activations.
+// group. A register has 8 elements each of blocks b, b + 1, b + 4 and b + 5, so the two registers of a half add up
+// without shuffles and two more reach block order in two; the quantiser stores activations likewise. Bytes are unsigned
+// with a bias (maddubs wants one unsigned side), and all sums before the last step are int16 that may wrap: without its
+// bias, half a half's sum fits, |w| * 127 * 8 < 2^15. Only Q8_0 is signed and moves its signs to the activations.
 // In an unnamed namespace: nothing here may be shared with files compiled without these flags.
 #pragma once
 
@@ -28,8 +27,12 @@ struct Pair { // blocks i and i + 4: elements 0..15 of both, and 16..31
   __m256i first, second;
 };
 
-// Activations of one row and group. In q, block b's first half is at 64 (b % 4) + 16 (b / 4) and its second half 32
-// further; sum16 has for each half two int16, the sum over its elements 4 i and 4 i + 1 and that over the others.
+struct Quad { // blocks 2 j, 2 j + 1, 2 j + 4, 2 j + 5: elements 0..7 and 8..15 of each half
+  __m256i half[2][2];
+};
+
+// Activations of one row and group. In q, element e of half h of block b is at quad_offset(b) + 64 h + 32 (e / 8)
+// + e % 8. sum16 has for each half two int16, 8 times the sum over elements 4 i and 4 i + 1 and over the others.
 struct ActGroup {
   const int8_t *q;
   const float *d, *s16, *s;
@@ -38,7 +41,21 @@ struct ActGroup {
   // From block `at` on, counted over all rows.
   APU_INLINE ActGroup(const ActBlocks &a, size_t at)
       : q(a.q + 32 * at), d(a.d + 2 * at), s16(a.s16 + 2 * at), s(a.s + at), sum16(a.sum16 + 2 * at) {}
+
+  APU_INLINE void next() {
+    q += 32 * kGroup;
+    d += 2 * kGroup;
+    s16 += 2 * kGroup;
+    s += kGroup;
+    sum16 += 2 * kGroup;
+  }
 };
+
+constexpr uint32_t kSumShift = 3; // of sum16
+
+APU_INLINE uint32_t quad_offset(uint32_t b) {
+  return 128 * (b % 4 / 2) + 16 * (b / 4) + 8 * (b % 2);
+}
 
 APU_INLINE __m256i load32(const void *p) {
   return _mm256_loadu_si256(static_cast<const __m256i *>(p));
@@ -82,14 +99,6 @@ struct Halves {
   __m256i first, second;
 };
 
-APU_INLINE __m256i fold16(__m256i a, __m256i b) { // eight int16 a 128-bit lane, to four of a and four of b
-  return _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-}
-
-APU_INLINE __m256i fold32(__m256i a, __m256i b) { // four int32 a 128-bit lane, to two of a and two of b
-  return _mm256_add_epi32(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-}
-
 APU_INLINE __m256i even_dwords(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
 }
@@ -98,34 +107,41 @@ APU_INLINE __m256i odd_dwords(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0xdd));
 }
 
-// One half of four pairs of blocks, eight int16 each, to two int16 a block in block order.
-APU_INLINE __m256i sum_lanes16(const __m256i *pair) {
-  const __m256i low = fold16(pair[0], pair[1]), high = fold16(pair[2], pair[3]);
-  return _mm256_add_epi16(even_dwords(low, high), odd_dwords(low, high));
+// Four int16 (int32: two) of each block of both quads to two (one), in block order.
+APU_INLINE __m256i fold16(__m256i quad0, __m256i quad1) {
+  return _mm256_add_epi16(even_dwords(quad0, quad1), odd_dwords(quad0, quad1));
+}
+APU_INLINE __m256i fold32(__m256i quad0, __m256i quad1) {
+  return _mm256_add_epi32(even_dwords(quad0, quad1), odd_dwords(quad0, quad1));
 }
 
-APU_INLINE __m256i sum_lanes32(const __m256i *pair) { // of four int32 each, to one
-  const __m256i low = fold32(pair[0], pair[1]), high = fold32(pair[2], pair[3]);
-  return _mm256_add_epi32(even_dwords(low, high), odd_dwords(low, high));
+// What weights 2^kBias too large added to a half: from its sum16.
+template <int kBias> APU_INLINE __m256i bias16(__m256i sums) {
+  constexpr int kShift = kBias - static_cast<int>(kSumShift);
+  return kShift >= 0 ? _mm256_slli_epi16(sums, kShift) : _mm256_srai_epi16(sums, -kShift);
 }
 
-// `w` gives the weights of pair i, either from memory as they are needed or from a Group taken apart before.
+// `w` gives the weights of quad j, either from memory as they are needed or from a Group taken apart before.
 
 // Unsigned weights that are 2^kBias too large, or not when kBias is 0. `scale`: of the halves, an int16 twice a block.
 template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a, Halves scale) {
-  __m256i first[4], second[4];
-#pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) {
-    const Pair v = w(i);
-    first[i] = _mm256_maddubs_epi16(v.first, load32(a.q + 64 * i));
-    second[i] = _mm256_maddubs_epi16(v.second, load32(a.q + 64 * i + 32));
+  __m256i sum[2][2];
+#pragma GCC unroll 2
+  for (uint32_t j = 0; j < 2; ++j) {
+    const Quad v = w(j);
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; ++h) {
+      const int8_t *q = a.q + 128 * j + 64 * h;
+      sum[h][j] = _mm256_add_epi16(_mm256_maddubs_epi16(v.half[h][0], load32(q)),
+                                   _mm256_maddubs_epi16(v.half[h][1], load32(q + 32)));
+    }
   }
-  Halves sum{sum_lanes16(first), sum_lanes16(second)};
+  Halves total{fold16(sum[0][0], sum[0][1]), fold16(sum[1][0], sum[1][1])};
   if constexpr (kBias != 0) {
-    sum.first = _mm256_sub_epi16(sum.first, _mm256_slli_epi16(load32(a.sum16), kBias));
-    sum.second = _mm256_sub_epi16(sum.second, _mm256_slli_epi16(load32(a.sum16 + kGroup), kBias));
+    total.first = _mm256_sub_epi16(total.first, bias16<kBias>(load32(a.sum16)));
+    total.second = _mm256_sub_epi16(total.second, bias16<kBias>(load32(a.sum16 + kGroup)));
   }
-  return {_mm256_madd_epi16(sum.first, scale.first), _mm256_madd_epi16(sum.second, scale.second)};
+  return {_mm256_madd_epi16(total.first, scale.first), _mm256_madd_epi16(total.second, scale.second)};
 }
 
 template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a) {
@@ -140,14 +156,23 @@ APU_INLINE __m256i multiply_signed(__m256i w, const int8_t *q) {
 }
 
 template <class Weights> APU_INLINE Halves dot_signed(const Weights &w, const ActGroup &a) {
-  __m256i first[4], second[4];
-#pragma GCC unroll 4
-  for (uint32_t i = 0; i < 4; ++i) {
-    const Pair v = w(i);
-    first[i] = multiply_signed(v.first, a.q + 64 * i);
-    second[i] = multiply_signed(v.second, a.q + 64 * i + 32);
+  __m256i sum[2][2];
+#pragma GCC unroll 2
+  for (uint32_t j = 0; j < 2; ++j) {
+    const Quad v = w(j);
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; ++h) {
+      const int8_t *q = a.q + 128 * j + 64 * h;
+      sum[h][j] = _mm256_add_epi32(multiply_signed(v.half[h][0], q), multiply_signed(v.half[h][1], q + 32));
+    }
   }
-  return {sum_lanes32(first), sum_lanes32(second)};
+  return {fold32(sum[0][0], sum[0][1]), fold32(sum[1][0], sum[1][1])};
+}
+
+// Of pairs 2 j and 2 j + 1.
+APU_INLINE Quad quad_of(Pair a, Pair b) {
+  return {{{_mm256_unpacklo_epi64(a.first, b.first), _mm256_unpackhi_epi64(a.first, b.first)},
+           {_mm256_unpacklo_epi64(a.second, b.second), _mm256_unpackhi_epi64(a.second, b.second)}}};
 }
 
 // What avx2_gemm.cpp asks of a type; kBias as in dot_narrow.
@@ -169,34 +194,21 @@ APU_INLINE __m256 fma_block(Halves sum, __m256 scale, const float *d, __m256 acc
 
 // ---- 32-element blocks: `count` of a group exist, the others are zero
 
-APU_INLINE __m256 gather_f16(const uint8_t *p, size_t stride, uint32_t count) {
-  __m128i a = _mm_cvtsi32_si128(load_u16(p)), b = _mm_setzero_si128();
-  if (count > 1) a = _mm_insert_epi16(a, load_u16(p + stride), 1);
-  if (count > 2) a = _mm_insert_epi16(a, load_u16(p + 2 * stride), 2);
-  if (count > 3) a = _mm_insert_epi16(a, load_u16(p + 3 * stride), 3);
-  if (count > 4) b = _mm_cvtsi32_si128(load_u16(p + 4 * stride));
-  if (count > 5) b = _mm_insert_epi16(b, load_u16(p + 5 * stride), 1);
-  if (count > 6) b = _mm_insert_epi16(b, load_u16(p + 6 * stride), 2);
-  if (count > 7) b = _mm_insert_epi16(b, load_u16(p + 7 * stride), 3);
-  return _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
-}
+// The first and the second 16 bits of each block as floats.
+struct HeaderFloats {
+  __m256 first, second;
+};
 
-// Adjacent F16 scale and minimum.
-APU_INLINE void gather_f16_pairs(const uint8_t *p, size_t stride, uint32_t count, __m256 &d, __m256 &m) {
-  const auto pair = [=](uint32_t i) { return static_cast<int>(load_u32(p + i * stride)); };
-  __m128i a = _mm_cvtsi32_si128(pair(0)), b = _mm_setzero_si128();
-  if (count > 1) a = _mm_insert_epi32(a, pair(1), 1);
-  if (count > 2) a = _mm_insert_epi32(a, pair(2), 2);
-  if (count > 3) a = _mm_insert_epi32(a, pair(3), 3);
-  if (count > 4) b = _mm_cvtsi32_si128(pair(4));
-  if (count > 5) b = _mm_insert_epi32(b, pair(5), 1);
-  if (count > 6) b = _mm_insert_epi32(b, pair(6), 2);
-  if (count > 7) b = _mm_insert_epi32(b, pair(7), 3);
-  const __m128i split = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-  a = _mm_shuffle_epi8(a, split);
-  b = _mm_shuffle_epi8(b, split);
-  d = _mm256_cvtph_ps(_mm_unpacklo_epi64(a, b));
-  m = _mm256_cvtph_ps(_mm_unpackhi_epi64(a, b));
+APU_INLINE HeaderFloats gather_headers(const uint8_t *p, size_t stride, uint32_t count) {
+  const auto four = [=](uint32_t i) __attribute__((always_inline)) { // first words of blocks i .. i + 3, then second
+    const auto block = [=](uint32_t b) __attribute__((always_inline)) {
+      return b < count ? load16(p + b * stride) : _mm_setzero_si128();
+    };
+    return _mm_unpacklo_epi32(_mm_unpacklo_epi16(block(i), block(i + 1)),
+                              _mm_unpacklo_epi16(block(i + 2), block(i + 3)));
+  };
+  const __m128i low = four(0), high = four(4);
+  return {_mm256_cvtph_ps(_mm_unpacklo_epi64(low, high)), _mm256_cvtph_ps(_mm_unpackhi_epi64(low, high))};
 }
 
 APU_INLINE __m256i low_nibbles(__m256i v) {
@@ -206,38 +218,43 @@ APU_INLINE __m256i high_nibbles(__m256i v) {
   return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
 }
 
-// Bits 0..15 (kSecond: 16..31) of each 128-bit lane to 16 bytes that are 16 where the bit is set.
-template <bool kSecond> APU_INLINE __m256i fifth_bits(__m256i v) {
-  const long long first = kSecond ? 0x0202020202020202 : 0, next = first + 0x0101010101010101;
+// Byte kByte of both 64-bit parts of each 128-bit lane to eight bytes that are 16 where the bit is set.
+template <int kByte> APU_INLINE __m256i fifth_bits(__m256i v) {
+  const long long low = 0x0101010101010101 * kByte, high = low + 0x0808080808080808;
   const __m256i bit = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
-  const __m256i bytes = _mm256_shuffle_epi8(v, _mm256_setr_epi64x(first, next, first, next));
+  const __m256i bytes = _mm256_shuffle_epi8(v, _mm256_setr_epi64x(low, high, low, high));
   const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
   return _mm256_and_si256(set, _mm256_set1_epi8(16));
 }
 
 // Types with nibbles at kValues of a block and, when kBits is 5, the fifth bits in the four bytes before.
 template <uint32_t kBlockBytes, uint32_t kValues, int kBits>
-APU_INLINE Pair nibble_pair(const uint8_t *p, uint32_t count, uint32_t i) {
-  const uint8_t *values = p + i * kBlockBytes + kValues;
-  const __m256i v = load_pair(values, 4 * kBlockBytes, i, count);
-  Pair pair{low_nibbles(v), high_nibbles(v)};
+APU_INLINE Quad nibble_quad(const uint8_t *p, uint32_t count, uint32_t j) {
+  const auto pair = [=](uint32_t i, uint32_t at) __attribute__((always_inline)) {
+    return load_pair(p + i * kBlockBytes + at, 4 * kBlockBytes, i, count);
+  };
+  const __m256i a = pair(2 * j, kValues), b = pair(2 * j + 1, kValues);
+  const __m256i low = _mm256_unpacklo_epi64(a, b), high = _mm256_unpackhi_epi64(a, b);
+  Quad quad{{{low_nibbles(low), low_nibbles(high)}, {high_nibbles(low), high_nibbles(high)}}};
   if constexpr (kBits == 5) {
-    const __m256i high = load_pair(values - 4, 4 * kBlockBytes, i, count);
-    pair.first = _mm256_or_si256(pair.first, fifth_bits<false>(high));
-    pair.second = _mm256_or_si256(pair.second, fifth_bits<true>(high));
+    const __m256i bits = _mm256_unpacklo_epi64(pair(2 * j, kValues - 4), pair(2 * j + 1, kValues - 4));
+    quad.half[0][0] = _mm256_or_si256(quad.half[0][0], fifth_bits<0>(bits));
+    quad.half[0][1] = _mm256_or_si256(quad.half[0][1], fifth_bits<1>(bits));
+    quad.half[1][0] = _mm256_or_si256(quad.half[1][0], fifth_bits<2>(bits));
+    quad.half[1][1] = _mm256_or_si256(quad.half[1][1], fifth_bits<3>(bits));
   }
-  return pair;
+  return quad;
 }
 
 template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct SymmetricNibbles : FormatDefaults { // Q4_0, Q5_0
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
-  static constexpr int kBits = kWidth, kBias = kWidth - 1;
+  static constexpr int kBias = kWidth - 1;
   __m256 d;
 
-  APU_INLINE SymmetricNibbles(const uint8_t *p, uint32_t count) : d(gather_f16(p, kBlockBytes, count)) {}
+  APU_INLINE SymmetricNibbles(const uint8_t *p, uint32_t count) : d(gather_headers(p, kBlockBytes, count).first) {}
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
-    return nibble_pair<kBlockBytes, kValues, kBits>(p, count, i);
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t count, uint32_t j) {
+    return nibble_quad<kBlockBytes, kValues, kWidth>(p, count, j);
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
@@ -247,16 +264,19 @@ template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct SymmetricNi
 
 template <uint32_t kBlockBytes, uint32_t kValues, int kWidth> struct OffsetNibbles : FormatDefaults { // Q4_1, Q5_1
   static constexpr uint32_t kGroupBytes = kGroup * kBlockBytes;
-  static constexpr int kBits = kWidth;
   static constexpr bool kMinimum = true;
   __m256 d, m;
 
-  APU_INLINE OffsetNibbles(const uint8_t *p, uint32_t count) { gather_f16_pairs(p, kBlockBytes, count, d, m); }
+  APU_INLINE OffsetNibbles(const uint8_t *p, uint32_t count) {
+    const HeaderFloats header = gather_headers(p, kBlockBytes, count);
+    d = header.first;
+    m = header.second;
+  }
 
   APU_INLINE __m256 minimum() const { return m; }
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
-    return nibble_pair<kBlockBytes, kValues, kBits>(p, count, i);
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t count, uint32_t j) {
+    return nibble_quad<kBlockBytes, kValues, kWidth>(p, count, j);
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
@@ -270,11 +290,14 @@ struct SignedBytes : FormatDefaults { // Q8_0
   static constexpr uint32_t kBlockBytes = 34, kGroupBytes = kGroup * kBlockBytes;
   __m256 d;
 
-  APU_INLINE SignedBytes(const uint8_t *p, uint32_t count) : d(gather_f16(p, kBlockBytes, count)) {}
+  APU_INLINE SignedBytes(const uint8_t *p, uint32_t count) : d(gather_headers(p, kBlockBytes, count).first) {}
 
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
     const uint8_t *values = p + i * kBlockBytes + 2;
     return {load_pair(values, 4 * kBlockBytes, i, count), load_pair(values + 16, 4 * kBlockBytes, i, count)};
+  }
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t count, uint32_t j) {
+    return quad_of(pair(p, count, 2 * j), pair(p, count, 2 * j + 1));
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
@@ -294,9 +317,8 @@ APU_INLINE __m256i block_bits(const uint8_t *p) {
 }
 
 template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-bit scale and minimum a block, packed
-  static constexpr int kBits = kWidth;
   static constexpr bool kMinimum = true, kSuperblock = true;
-  static constexpr uint32_t kGroupBytes = kBits == 5 ? 176 : 144;
+  static constexpr uint32_t kGroupBytes = kWidth == 5 ? 176 : 144;
   __m256 d, m;
 
   APU_INLINE ScaledNibbles(const uint8_t *p, uint32_t) {
@@ -315,15 +337,18 @@ template <int kWidth> struct ScaledNibbles : FormatDefaults { // Q4_K, Q5_K: 6-b
   }
 
   static APU_INLINE __m256i half(const uint8_t *p, uint32_t i, uint32_t offset) {
-    const uint8_t *values = p + (kBits == 5 ? 48 : 16) + offset; // 32 bytes are blocks 2 j, low nibbles, and 2 j + 1
+    const uint8_t *values = p + (kWidth == 5 ? 48 : 16) + offset; // 32 bytes are blocks 2 j, low nibbles, and 2 j + 1
     const __m256i bytes = load_pair(values + 32 * (i / 2), 64);
     const __m256i v = i % 2 ? high_nibbles(bytes) : low_nibbles(bytes);
-    if constexpr (kBits == 4) return v;
+    if constexpr (kWidth == 4) return v;
     const __m256i bit = _mm256_slli_epi16(block_bits(p + 16 + offset), static_cast<int>(4 - i));
     return _mm256_or_si256(v, _mm256_and_si256(bit, _mm256_set1_epi8(16)));
   }
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t, uint32_t j) {
+    return quad_of(pair(p, 2 * j), pair(p, 2 * j + 1));
+  }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
     acc = fma_block(dot_narrow<0>(w, a), d, a.d, acc);
@@ -365,7 +390,10 @@ struct SixBits : ScaledHalves<6> { // Q6_K
     return _mm256_or_si256(low4, _mm256_and_si256(moved, _mm256_set1_epi8(0x30)));
   }
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t, uint32_t j) {
+    return quad_of(pair(p, 2 * j), pair(p, 2 * j + 1));
+  }
 };
 
 APU_INLINE __m256i two_bits(const uint8_t *p, uint32_t i) {
@@ -393,7 +421,10 @@ struct ThreeBits : ScaledHalves<3> { // Q3_K
     return _mm256_or_si256(two_bits(p + 32 + offset, i), _mm256_and_si256(moved, _mm256_set1_epi8(4)));
   }
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t i) { return {half(p, i, 0), half(p, i, 16)}; }
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t, uint32_t j) {
+    return quad_of(pair(p, 2 * j), pair(p, 2 * j + 1));
+  }
 };
 
 APU_INLINE Halves widen_halves(__m256i v) { // (8, 2) values below 2^15 as int32, a register for each half
@@ -416,8 +447,9 @@ struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elemen
 
   APU_INLINE __m256 minimum() const { return negative(m); }
 
-  static APU_INLINE Pair pair(const uint8_t *p, uint32_t, uint32_t i) {
-    return {two_bits(p + 16, i), two_bits(p + 32, i)};
+  static APU_INLINE Pair pair(const uint8_t *p, uint32_t i) { return {two_bits(p + 16, i), two_bits(p + 32, i)}; }
+  static APU_INLINE Quad quad(const uint8_t *p, uint32_t, uint32_t j) {
+    return quad_of(pair(p, 2 * j), pair(p, 2 * j + 1));
   }
 
   template <class Weights> APU_INLINE __m256 add(const Weights &w, const ActGroup &a, __m256 acc) const {
@@ -429,21 +461,19 @@ struct TwoBits : FormatDefaults { // Q2_K: 4-bit scale and minimum per 16 elemen
 // A group taken apart once for several rows of activations.
 template <class Format> struct Group {
   Format format;
-  Pair pairs[4];
+  Quad quads[2];
 
-  APU_INLINE Group(const uint8_t *p, uint32_t count) : format(p, count) {
-#pragma GCC unroll 4
-    for (uint32_t i = 0; i < 4; ++i) pairs[i] = Format::pair(p, count, i);
-  }
+  APU_INLINE Group(const uint8_t *p, uint32_t count)
+      : format(p, count), quads{Format::quad(p, count, 0), Format::quad(p, count, 1)} {}
   APU_INLINE __m256 add(const ActGroup &a, __m256 acc) const {
-    return format.add([this](uint32_t i) __attribute__((always_inline)) { return pairs[i]; }, a, acc);
+    return format.add([this](uint32_t j) __attribute__((always_inline)) { return quads[j]; }, a, acc);
   }
 };
 
 // The same for one row, weights unpacked as they are needed: registers suffice.
 template <class Format> APU_INLINE __m256 add_group(const uint8_t *p, uint32_t count, const ActGroup &a, __m256 acc) {
   const Format format(p, count);
-  return format.add([=](uint32_t i) __attribute__((always_inline)) { return Format::pair(p, count, i); }, a, acc);
+  return format.add([=](uint32_t j) __attribute__((always_inline)) { return Format::quad(p, count, j); }, a, acc);
 }
 
 // The blocks beyond the last full group: one copy of the code per count, without branches or loads past the row.

@@ -97,19 +97,19 @@ template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, 
   }
   if constexpr (Format::kHalfMinima) fill(panel.minima, [](const Format &f) { return f.minima; });
 
-  for (uint32_t i = 0; i < 4; ++i) {
-    __m256i second[kPanelRows];
+  for (uint32_t j = 0; j < 2; ++j) {
+    __m256i rows[4][kPanelRows]; // a half's elements 0..7, 8..15
     for (uint32_t r = 0; r < kPanelRows; ++r) {
-      const Pair pair = Format::pair(p + r * w.row_stride, count, i);
-      row[r] = pair.first;
-      second[r] = pair.second;
+      const Quad quad = Format::quad(p + r * w.row_stride, count, j);
+#pragma GCC unroll 4
+      for (uint32_t i = 0; i < 4; ++i) rows[i][r] = quad.half[i / 2][i % 2];
     }
-    transpose(row);
-    transpose(second);
-    for (uint32_t j = 0; j < 8; ++j) { // the high 128 bits were those of block i + 4
-      uint8_t *block = panel.values + 256 * (size_t{i + j / 4 * 4} * groups + group) + 32 * (j % 4);
-      store32(block, row[j]);
-      store32(block + 128, second[j]);
+    for (uint32_t i = 0; i < 4; ++i) {
+      transpose(rows[i]);
+      for (uint32_t c = 0; c < 8; ++c) { // four elements of block
+        const uint32_t b = 2 * j + c / 4 * 4 + c % 4 / 2, step = 2 * i + c % 2;
+        store32(panel.values + 256 * (size_t{b} * groups + group) + 32 * step, rows[i][c]);
+      }
     }
   }
 }
@@ -143,8 +143,8 @@ template <uint32_t kCount> struct Rows {
 #pragma GCC unroll 8
     for (uint32_t t = 0; t < kCount; ++t) stride[t] = size_t{t} * a.blocks * sizeof(float);
   }
-  APU_INLINE void next(size_t lane, size_t group) { // blocks of a lane, then of the next groups
-    q += 64 * (lane % 4) + 16 * (lane / 4) + 256 * group;
+  APU_INLINE void next(uint32_t lane, size_t group) { // blocks of a lane, then of the next groups
+    q += quad_offset(lane) + 256 * group;
     d += 4 * lane + 64 * group;
     s16 += 4 * lane + 64 * group;
     s += 4 * lane + 32 * group;
@@ -170,7 +170,7 @@ APU_INLINE void half_sums(const uint8_t *w, uint32_t half, __m256i scale, const 
     const __m256i magnitude = Format::kSigned ? _mm256_abs_epi8(v) : v;
 #pragma GCC unroll 8
     for (uint32_t t = 0; t < kCount; ++t) {
-      const __m256i q = broadcast4(a.q + 8 * a.stride[t] + 32 * half + 4 * i);
+      const __m256i q = broadcast4(a.q + 8 * a.stride[t] + 64 * half + 32 * (i / 2) + 4 * (i % 2));
       if constexpr (Format::kSigned) {
         const __m256i wide = _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(q, v)), scale);
         sum[t] = i == 0 ? wide : _mm256_add_epi32(sum[t], wide);
@@ -186,7 +186,7 @@ APU_INLINE void half_sums(const uint8_t *w, uint32_t half, __m256i scale, const 
   for (uint32_t t = 0; t < kCount; ++t) {
     if constexpr (Format::kBias != 0) {
       const __m256i sums = broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half);
-      sum[t] = _mm256_sub_epi16(sum[t], _mm256_slli_epi16(sums, Format::kBias));
+      sum[t] = _mm256_sub_epi16(sum[t], bias16<Format::kBias>(sums));
     }
     sum[t] = _mm256_madd_epi16(sum[t], scale);
   }
