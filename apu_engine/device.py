@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .errors import ConfigError
+from apu_engine.errors import ConfigError
 
 _KFD = Path("/dev/kfd")
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
@@ -40,9 +40,9 @@ def amd_gpu() -> str | None:
     for node in sorted(_NODES.iterdir(), key=lambda p: p.name):
         try:
             fields = dict(line.split() for line in (node / "properties").read_text().splitlines() if line.strip())
+            version = int(fields.get("gfx_target_version", "0"))
         except (OSError, ValueError):
             continue
-        version = int(fields.get("gfx_target_version", "0"))
         if version:
             rights = "" if os.access(_KFD, os.R_OK | os.W_OK) else " (no access to /dev/kfd: join group render)"
             return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}{rights}"

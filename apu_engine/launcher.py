@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import catalog
-from .errors import ApuError
+from apu_engine import catalog
+from apu_engine.config import EngineConfig, specs
+from apu_engine.errors import ApuError
 
 USAGE = """\
 Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is ready
@@ -31,6 +32,7 @@ Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is
   MODEL         a GGUF file, any shard of a split one, or a folder that holds one; without it a demo model
   --foreground  stay attached: output here, Ctrl-C stops
   --port N      port (default 8000); stop, status and restart act on the server of that port
+  restart       keeps model and flags; flags given with it take the place of the old ones
   Every other flag goes to `apu-engine serve`; its --help lists them."""
 
 STOP_DEADLINE_S = 30.0
@@ -88,8 +90,17 @@ def _dispatch(args: list[str]) -> int:
         if running is None:
             raise ApuError(f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]")
         _stop(port)
-        return _start(args or running.argv, port, foreground)
+        return _start(_restart_args(args, running), port, foreground)
     return _start(args, port, foreground)
+
+
+def _restart_args(args: list[str], running: Running) -> list[str]:
+    """The old arguments, unless others than --port were given; the old model, unless another was."""
+    model, flags = _split_model(args)
+    flags = _without(flags, "--port")
+    if model is None and not flags:
+        flags = _without(_split_model(running.argv)[1], "--port")
+    return [model or running.model, *flags, "--port", str(running.port)]
 
 
 def _start(args: list[str], port: int, foreground: bool) -> int:
@@ -101,23 +112,20 @@ def _start(args: list[str], port: int, foreground: bool) -> int:
         )
     host = _option(args, "--host") or "127.0.0.1"
     _require_free_port(host, port)
-    model, serve_args = _model_and_flags(args)
-    if model is None:
-        model = _demo_model()
-    from .device import pick_device
+    model, serve_args = _split_model(args)
+    model = model or EngineConfig.resolve().model or _demo_model()
+    from apu_engine.device import pick_device
 
     device, why = pick_device(_option(args, "--device") or "auto")
     _say(f"device: {device} ({why})")
     command = [sys.executable, "-m", "apu_engine", "serve", "-m", model, *serve_args]
     if foreground:
+        _note(os.getpid(), host, port, model, "none (foreground)", args)
         os.execv(sys.executable, command)
     log = _state_dir() / f"server-{port}.log"
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    import psutil
-
-    started = Running(process.pid, psutil.Process(process.pid).create_time(), host, port, model, str(log), args)
-    _pid_file(port).write_text(json.dumps(asdict(started)), "utf-8")
+    started = _note(process.pid, host, port, model, str(log), args)
     try:
         health = _wait_ready(process, started)
     except BaseException:
@@ -125,6 +133,16 @@ def _start(args: list[str], port: int, foreground: bool) -> int:
         raise
     _print_ready(started, health)
     return 0
+
+
+def _note(pid: int, host: str, port: int, model: str, log: str, args: list[str]) -> Running:
+    """Writes the PID file; for this user alone, because the arguments may hold an API key."""
+    import psutil
+
+    started = Running(pid, psutil.Process(pid).create_time(), host, port, model, log, args)
+    _pid_file(port).touch(mode=0o600)
+    _pid_file(port).write_text(json.dumps(asdict(started)), "utf-8")
+    return started
 
 
 def _wait_ready(process: subprocess.Popen[bytes], server: Running) -> dict[str, Any]:
@@ -163,7 +181,9 @@ def _print_ready(server: Running, health: dict[str, Any]) -> None:
     if health.get("chat", True):
         path = "chat/completions"
         body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}'
-    print(f"curl {url}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    key = _option(server.argv, "--api-key") or EngineConfig.resolve().api_key
+    login = f" -H {shlex.quote(f'Authorization: Bearer {key}')}" if key else ""
+    print(f"curl {url}/v1/{path}{login} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
     _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop")
 
 
@@ -228,7 +248,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _demo_model() -> str:
-    from .memory.budget import memory_available
+    from apu_engine.memory.budget import memory_available
 
     path = catalog.fetch(catalog.DEMO, _say)
     available = memory_available()
@@ -246,22 +266,35 @@ def _demo_model() -> str:
     return str(path)
 
 
-def _model_and_flags(args: list[str]) -> tuple[str | None, list[str]]:
-    """Splits off the model: the first argument when it is no flag, or what -m/--model names."""
-    rest = list(args)
-    if rest and not rest[0].startswith("-"):
-        return rest.pop(0), rest
-    for i, arg in enumerate(rest):
-        if arg in ("-m", "--model") and i + 1 < len(rest):
-            model = rest[i + 1]
-            del rest[i : i + 2]
-            return model, rest
-        if arg.startswith("--model="):
-            del rest[i]
-            return arg.partition("=")[2], rest
-    from .config import EngineConfig
+def _split_model(args: list[str]) -> tuple[str | None, list[str]]:
+    """(model, other arguments): what -m or --model names, or the first argument that is no flag and no flag's value."""
+    takes_value = {flag for item in specs() if item.kind != "bool" for flag in item.flags}
+    model: str | None = None
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("-m", "--model"):
+            model = value if equals else next(words, None)
+        elif word in takes_value:
+            rest += [word, *(value for value in [next(words, None)] if value is not None)]
+        elif model is None and not word.startswith("-"):
+            model = word
+        else:
+            rest.append(word)
+    return model, rest
 
-    return EngineConfig.resolve().model or None, rest
+
+def _without(args: list[str], name: str) -> list[str]:
+    """`args` less the option `name` and its value."""
+    kept: list[str] = []
+    words = iter(args)
+    for word in words:
+        if word == name:
+            next(words, None)
+        elif not word.startswith(name + "="):
+            kept.append(word)
+    return kept
 
 
 def _option(args: list[str], name: str) -> str | None:
@@ -274,8 +307,6 @@ def _option(args: list[str], name: str) -> str | None:
 
 
 def _port(args: list[str]) -> int:
-    from .config import EngineConfig
-
     text = _option(args, "--port") or str(EngineConfig.resolve().port)
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise ApuError(f"--port {text}: expected a number from 1 to 65535")

@@ -5,8 +5,10 @@ State lives in a folder of the test's own; the model is a tiny random one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -128,11 +130,19 @@ def test_a_server_that_ignores_sigterm_is_killed_after_the_deadline(
     assert "SIGKILL" in capsys.readouterr().err
 
 
-def test_foreground_stops_with_sigterm(tiny_llama: TinyModel, port: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "apu_engine.launcher", str(tiny_llama.path), "--foreground", "--port", str(port)]
+def test_foreground_is_known_to_status_and_stops_with_sigterm(
+    tiny_llama: TinyModel, port: int, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from apu_engine import launcher\n"
+        "folder = Path(sys.argv.pop(1)); launcher._state_dir = lambda: folder; launcher.main()"
+    )
+    command = [sys.executable, "-c", code, str(state), str(tiny_llama.path), "--foreground", "--port", str(port)]
     process = subprocess.Popen([*command, "-c", "64"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     assert f"http://127.0.0.1:{port}" in process.stdout.readline()
+    assert launcher.main(["status", "--port", str(port)]) == 0
+    assert f"PID {process.pid}" in capsys.readouterr().out
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
@@ -145,6 +155,60 @@ def test_bad_port_and_unknown_flag(tiny_llama: TinyModel, port: int, capsys: pyt
     assert "70000" in capsys.readouterr().err
     assert launcher.main([str(tiny_llama.path), "--port", str(port), "--no-such-flag"]) == 1
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+RUNNING = launcher.Running(1, 1.0, "127.0.0.1", 9000, "old.gguf", "log", ["--port", "9000", "old.gguf", "--ctx", "64"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["old.gguf", "--ctx", "64", "--port", "9000"]),
+        (["--port", "9000"], ["old.gguf", "--ctx", "64", "--port", "9000"]),
+        (["--port=9000", "--ctx", "128"], ["old.gguf", "--ctx", "128", "--port", "9000"]),
+        (["new.gguf"], ["new.gguf", "--port", "9000"]),
+    ],
+)
+def test_restart_keeps_what_is_not_given_anew(given: list[str], expected: list[str]) -> None:
+    assert launcher._restart_args(given, RUNNING) == expected
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["m.gguf --port 9 --mlock", "--port 9 m.gguf --mlock", "--mlock m.gguf --port 9", "--port 9 -m m.gguf --mlock"],
+)
+def test_the_model_is_found_among_flags(args: str) -> None:
+    model, rest = launcher._split_model(args.split())
+    assert model == "m.gguf" and sorted(rest) == ["--mlock", "--port", "9"]
+
+
+def test_an_api_key_is_in_the_curl_line_and_its_file_is_private(
+    tiny_llama: TinyModel, port: int, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.main([str(tiny_llama.path), "--port", str(port), "--ctx", "64", "--api-key", "se cret"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("curl"))
+    done = subprocess.run([*shlex.split(line), "-s", "--noproxy", "*"], capture_output=True, text=True, timeout=20)
+    assert "invalid_api_key" not in done.stdout and done.returncode == 0
+    assert (state / f"server-{port}.json").stat().st_mode & 0o077 == 0
+
+
+def test_an_installed_package_is_taken_before_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_model-1.0.dist-info").mkdir()
+    (tmp_path / "some_model-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n"
+    )
+    (tmp_path / "some_model").mkdir()
+    (tmp_path / "some_model/m.gguf").write_bytes(b"GGUF weights")
+    entry = catalog.CatalogEntry(
+        *("x", "X", "x.gguf", 12, 1, "none", True),
+        sha256=hashlib.sha256(b"GGUF weights").hexdigest(),
+        members=(("some-model", "1.0", "some_model/m.gguf"),),
+    )
+    monkeypatch.setattr(catalog, "load_catalog", lambda: {"x": entry})
+    monkeypatch.setattr(catalog, "models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert catalog.fetch("x", lambda _: None).read_bytes() == b"GGUF weights"
 
 
 def test_catalog_entries_and_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
