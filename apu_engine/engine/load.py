@@ -74,6 +74,12 @@ class Runtime:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def device_line(self) -> str:
+        """What the model runs on, and why: `cpu, avx512, 16 threads (no AMD GPU: /dev/kfd is absent)`."""
+        props = self.device.props
+        return f"{props.kind}, {props.arch}, {props.threads} threads ({self.device_reason})"
+
+    @property
     def has_template(self) -> bool:
         """Whether there is a chat template; else chats are written as a plain transcript."""
         return bool(self.template_override or self.model.metadata.get("tokenizer.chat_template"))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def run(config: EngineConfig) -> int:
-    """Serves `config.model` until a signal; imports the HTTP stack only now."""
+    """Serves `config.model`, which must be set, until a signal; imports the HTTP stack only now."""
     from apu_engine.server.app import run as serve
 
     return serve(config)

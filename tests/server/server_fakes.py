@@ -103,7 +103,9 @@ class FakeLLM:
         self.stop_ids = frozenset((EOS,))
         self.has_chat_template = True
         self.chat_stop: tuple[str, ...] = ()
-        self.runtime = SimpleNamespace(notices=["a notice"], context=SimpleNamespace(reason="as asked"))
+        self.runtime = SimpleNamespace(
+            notices=["a notice"], context=SimpleNamespace(reason="as asked"), device_line="cpu (as asked)"
+        )
         self.render: Callable[[], None] = lambda: None
         self.rendered: dict[str, Any] = {}
         self.closed = False
