@@ -75,6 +75,10 @@ class Done:
     error: Exception | None = None
 
 
+def _ignore(job: Job, event: TokenEvent | Done) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One sequence to generate. `on_event` gets TokenEvents, then one Done, on the engine thread."""
@@ -83,7 +87,7 @@ class Job:
     params: SamplingParams
     max_tokens: int
     stop_ids: frozenset[int]
-    on_event: Callable[[Job, TokenEvent | Done], None]
+    on_event: Callable[[Job, TokenEvent | Done], None] = _ignore
     id: str = ""
     ignore_eos: bool = False
     logits: NDArray[np.float32] | None = None  # (T, V) filled for every prompt token; max_tokens is then 0

@@ -406,6 +406,5 @@ class LLM:
             params=with_overrides(self.runtime.sampling, **sampling),
             max_tokens=max_tokens,
             stop_ids=self.stop_ids,
-            on_event=lambda job, event: None,
             ignore_eos=ignore_eos,
         )

@@ -259,7 +259,7 @@ def _announce(service: Service) -> None:
     sampling = ", ".join(f"{name} {getattr(llm.sampling, name):g}" for name in SAMPLING_FIELDS)
     log.info("device: %s", llm.runtime.device_line)
     log.info(
-        "ctx %d: %s; %d requests at a time, %d may wait",
+        "ctx %d: %s; requests: %d at a time, %d may wait",
         llm.context,
         llm.runtime.context.reason,
         config.parallel,

@@ -130,7 +130,6 @@ class OpenAI:
             params=params,
             max_tokens=min(limit, max(room, 1)),  # without room the engine says so, with both numbers
             stop_ids=llm.stop_ids,
-            on_event=lambda job, event: None,
             id=f"{words.prefix}-{uuid.uuid4().hex[:24]}",
             ignore_eos=bool(asked.ignore_eos),
         )

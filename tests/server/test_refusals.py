@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from server_fakes import CHAT, Served, serving
 
+from apu_engine.config import spec
 from apu_engine.engine.job import EngineClosedError
 from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
 from apu_engine.server import schema
 from apu_engine.server.errors import ApiError, api_error
+from apu_engine.server.openai import SAMPLING_FIELDS
 from apu_engine.text.errors import TemplateError, TextError
 
 CHAT_PATH = "/v1/chat/completions"
@@ -277,9 +280,15 @@ async def test_engine_fault_is_500(served: Served, streaming: bool) -> None:
     assert (await served.post(CHAT_PATH, CHAT))[0] == 200
 
 
-def test_every_field_is_documented() -> None:
-    from pathlib import Path
+def test_sampling_fields_have_the_ranges_of_the_options() -> None:
+    info = msgspec.inspect.type_info(schema.ChatRequest)
+    fields = {field.name: field.type for field in info.fields}  # type: ignore[attr-defined]
+    for name in SAMPLING_FIELDS:
+        number: Any = next(kind for kind in fields[name].types if not isinstance(kind, msgspec.inspect.NoneType))
+        assert (number.ge, number.le) == (spec(name).lo, spec(name).hi), name
 
+
+def test_every_field_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs/api.md").read_text("utf-8")
     kinds = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
     names = {name for kind in kinds for name in kind.__struct_fields__}
