@@ -4,5 +4,9 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-"$here/build.sh" --cpu-only >&2 # does nothing when all is built
+case ${1:-} in
+  stop | status | help | -h | --help) built=$here/.venv/apu-stamp-base ;; # whatever is built will do
+  *) built= ;;
+esac
+[ -e "$built" ] || "$here/build.sh" --cpu-only >&2 # does nothing when all is built
 exec "$here/.venv/bin/python" -m apu_engine.launcher "$@"
