@@ -109,9 +109,9 @@ template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &st
   _mm256_store_ps(staging.ws[r], g.ws);
   if constexpr (Traits<B>::minimum != Minimum::none) _mm256_store_ps(staging.wm[r], g.wm);
   if constexpr (Traits<B>::minimum == Minimum::per_half)
-    _mm512_store_ps(staging.mins[r], _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(g.mins)));
+    _mm512_store_ps(staging.mins[r], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(g.mins)));
   if constexpr (Traits<B>::sub_block == 16)
-    _mm512_store_ps(staging.scales[r], _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(g.scales)));
+    _mm512_store_ps(staging.scales[r], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(g.scales)));
 }
 
 template <Order O> inline constexpr Table<uint8_t> kPlace{[](int i) { return natural_dword<O>(i); }};

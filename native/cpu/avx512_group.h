@@ -142,6 +142,8 @@ template <class B> struct NibbleGroup {
   static constexpr int block(int j) { return j * static_cast<int>(sizeof(B)); }
   static constexpr Table<uint8_t> kNibbles{
       [](int i) { return index(block(i / 16) + static_cast<int>(sizeof(B)) - 16 + i % 16); }};
+  static constexpr Table<uint8_t> kEightBytes{
+      [](int i) { return 64 * (i / 8 % 2) + block(i / 16) + static_cast<int>(sizeof(B)) - 16 + i % 8; }};
   static constexpr int high_byte(int i) { return block(i / 16) + static_cast<int>(sizeof(B)) - 20 + i % 16 / 8; }
   static constexpr Table<uint8_t> kHighOfLow{[](int i) { return index(high_byte(i)); }};
   static constexpr Table<uint8_t> kHighOfHigh{[](int i) { return index(high_byte(i) + 2); }};
@@ -171,7 +173,22 @@ template <class B> struct NibbleGroup {
   }
 
   template <bool Masked, int Quads> static APU_INLINE NibbleGroup load(const uint8_t *p, const Tail &t) {
-    return load_quads<Masked, Quads>(p, p + kQuad, t);
+    if constexpr (Masked || sizeof(B) != sizeof(Q4_0)) return load_quads<Masked, Quads>(p, p + kQuad, t);
+    // Blocks so small that eight bytes of each of four lie within 64: two shuffles less.
+    NibbleGroup g;
+    const __m512i first = loaded(load512(p)), second = loaded(load512(p + kQuad));
+    g.split(_mm512_permutex2var_epi8(first, kEightBytes, second),
+            _mm512_permutex2var_epi8(load512(p + 8), kEightBytes, load512(p + kQuad + 8)));
+    g.ws = _mm256_cvtph_ps(_mm512_castsi512_si128(_mm512_permutex2var_epi16(first, kScales, second)));
+    return g;
+  }
+  // From the nibbles of the first eight bytes of each block and of the last.
+  APU_INLINE void split(__m512i first, __m512i last) {
+    const __m512i low4 = _mm512_set1_epi8(15);
+    q[0] = _mm512_and_si512(first, low4);
+    q[1] = high_nibbles(first);
+    q[2] = _mm512_and_si512(last, low4);
+    q[3] = high_nibbles(last);
   }
   // The two quads from anywhere.
   template <bool Masked, int Quads>
@@ -214,12 +231,7 @@ template <class B> struct NibbleGroup {
       g.q[2] = _mm512_unpackhi_epi64(low[0], low[1]);
       g.q[3] = _mm512_unpackhi_epi64(high[0], high[1]);
     } else {
-      const __m512i x = _mm512_unpacklo_epi64(nibbles[0], nibbles[1]);
-      const __m512i y = _mm512_unpackhi_epi64(nibbles[0], nibbles[1]);
-      g.q[0] = _mm512_and_si512(x, low4);
-      g.q[1] = high_nibbles(x);
-      g.q[2] = _mm512_and_si512(y, low4);
-      g.q[3] = high_nibbles(y);
+      g.split(_mm512_unpacklo_epi64(nibbles[0], nibbles[1]), _mm512_unpackhi_epi64(nibbles[0], nibbles[1]));
     }
     if constexpr (!kFive) {
       const __m512i halves = _mm512_permutex2var_epi16(first[0], kScales, first[1]);
@@ -390,20 +402,12 @@ template <> struct Group<Q5_K> : PairsGroup<Q5_K> {};
 
 // ---- types with scales per 16: Q6_K, Q3_K, Q2_K
 //
-// Sums of four fit 16 bits (4 * 63 * 127 < 2^15), so scales enter through one multiply-add of 16-bit pairs.
+// The scales enter as floats: an integer below 2^24 times a scale is exact as long as the product is below 2^24.
 
-template <Order O>
-inline constexpr Table<uint16_t> kHalfScales[2] = {
-    Table<uint16_t>{[](int i) { // lane j of packs(r0, r1): four words of r0's 16-wide sub-block, four of r1's
-      const int j = i / 8, r = i / 4 % 2;
-      return O == Order::natural ? 4 * r + j : 2 * r + j % 2 + 8 * (j / 2);
-    }},
-    Table<uint16_t>{[](int i) {
-      const int j = i / 8, r = 2 + i / 4 % 2;
-      return O == Order::natural ? 4 * r + j : 2 * r + j % 2 + 8 * (j / 2);
-    }}};
-// In planes, twice each.
-inline constexpr Table<uint16_t> kScalePlanes{[](int i) { return 2 * (i / 2 % 8) + i / 16; }};
+// Sixteen bytes, one for 16 elements each, to planes.
+APU_INLINE __m128i byte_planes(__m128i v) {
+  return _mm_shuffle_epi8(v, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+}
 
 // Moves bits n, n + 1 of the lower and of the upper 32 bytes to bits `to`, to + 1.
 template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
@@ -421,28 +425,22 @@ template <class B, Order O> struct HalvesGroup {
 
   __m512i q[4];
   __m256 ws, wm;
-  __m256i scales; // (16) int16, block after block
-  __m128i mins;   // (16) bytes likewise
+  __m128i scales, mins; // (16) int8, block after block
 
   struct Tail {};
   static Tail tail(int) { return {}; }
 
-  // c: planes of -offset / 2 * sum(y), twice as int16 (16 * 16 * 127 < 2^15).
+  // Without the scales; c: -offset * sum(y) of the halves, in planes.
   APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
-    const __m512i words = _mm512_zextsi256_si512(scales);
-    const __m512i first = _mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64));
-    const __m512i second = _mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192));
-    const __m512i a = _mm512_madd_epi16(first, _mm512_permutexvar_epi16(kHalfScales<O>[0], words));
-    const __m512i b = _mm512_madd_epi16(second, _mm512_permutexvar_epi16(kHalfScales<O>[1], words));
+    const __m512i ones = _mm512_set1_epi16(1); // 4 * 63 * 127 < 2^15
+    const __m512i a = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64)), ones);
+    const __m512i b = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192)), ones);
     const __m512i sums = to_planes<O>(add_even_odd(a, b));
-    if constexpr (kOffset == 0) return sums;
-    return _mm512_dpwssd_epi32(sums, _mm512_permutexvar_epi16(kScalePlanes, words), load512(c));
+    return kOffset == 0 ? sums : _mm512_add_epi32(sums, load512(c));
   }
   // In planes, as floats.
-  APU_INLINE __m512 minimums() const {
-    const __m128i planes = _mm_shuffle_epi8(mins, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(planes));
-  }
+  APU_INLINE __m512 half_scales() const { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(byte_planes(scales))); }
+  APU_INLINE __m512 half_minimums() const { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(byte_planes(mins))); }
 };
 
 APU_INLINE __m256 broadcast_f16(const uint8_t *p) {
@@ -461,7 +459,7 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::natural> {
       g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
       g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
     }
-    g.scales = _mm256_cvtepi8_epi16(load128(p + 192));
+    g.scales = load128(p + 192);
     g.ws = broadcast_f16(p + 208);
     return g;
   }
@@ -475,8 +473,7 @@ template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
     g.q[1] = _mm512_and_si512(_mm512_srli_epi16(bits, 2), low2);
     g.q[2] = _mm512_and_si512(_mm512_srli_epi16(bits, 4), low2);
     g.q[3] = _mm512_and_si512(_mm512_srli_epi16(bits, 6), low2);
-    const __m256i packed = _mm256_cvtepu8_epi16(load128(p));
-    g.scales = _mm256_and_si256(packed, _mm256_set1_epi16(15));
+    g.scales = _mm_and_si128(load128(p), _mm_set1_epi8(15));
     g.mins = _mm_and_si128(_mm_srli_epi16(load128(p), 4), _mm_set1_epi8(15));
     g.ws = broadcast_f16(p + 80);
     g.wm = broadcast_f16(p + 82);
@@ -501,7 +498,7 @@ template <> struct Group<Q3_K> : HalvesGroup<Q3_K, Order::split> {
     const uint64_t top23 = (uint64_t{top} | uint64_t{top} >> 2 << 32) & twos;
     const __m128i sixes = _mm_set_epi64x(static_cast<int64_t>((low >> 4 & nibbles) | top23),
                                          static_cast<int64_t>((low & nibbles) | top01));
-    g.scales = _mm256_sub_epi16(_mm256_cvtepu8_epi16(sixes), _mm256_set1_epi16(32));
+    g.scales = _mm_sub_epi8(sixes, _mm_set1_epi8(32));
     g.ws = broadcast_f16(p + 108);
     return g;
   }

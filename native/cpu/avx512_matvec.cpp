@@ -58,14 +58,8 @@ template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
   for (size_t g = 0; g < all; g++) {
     if constexpr (order != Order::natural) reorder<order>(a.q + g * kGroup, y + g * kGroup);
     if constexpr (offset == 0) continue;
-    __m512i sums = load512(a.sum16 + 16 * g);
-    if constexpr (Traits<B>::sub_block == 16) {
-      sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset / 2));
-      sums = _mm512_mask_blend_epi16(0x55555555, _mm512_slli_epi32(sums, 16), sums);
-    } else {
-      sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset));
-      if constexpr (order == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<order>, sums);
-    }
+    __m512i sums = _mm512_mullo_epi32(load512(a.sum16 + 16 * g), _mm512_set1_epi32(-offset));
+    if constexpr (order == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<order>, sums);
     _mm512_store_si512(c + 16 * g, sums);
   }
   return {order == Order::natural ? a.q : y, c, a.d, a.s16, a.s, groups};
@@ -76,10 +70,11 @@ template <class B, int T, class W> APU_INLINE void accumulate(const W &w, const 
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
     const size_t at = t * a.groups + g;
-    const __m512i integers = w.dot(a.y + at * kGroup, a.c + 16 * at);
-    acc[t] = _mm256_fmadd_ps(w.ws, add_halves(_mm512_cvtepi32_ps(integers), a.d + 16 * at), acc[t]);
+    __m512 integers = _mm512_cvtepi32_ps(w.dot(a.y + at * kGroup, a.c + 16 * at));
+    if constexpr (Traits<B>::sub_block == 16) integers = _mm512_mul_ps(integers, w.half_scales());
+    acc[t] = _mm256_fmadd_ps(w.ws, add_halves(integers, a.d + 16 * at), acc[t]);
     if constexpr (Traits<B>::minimum == Minimum::per_half)
-      acc[t] = add_minimum<B>(w.wm, add_halves(w.minimums(), a.s16 + 16 * at), acc[t]);
+      acc[t] = add_minimum<B>(w.wm, add_halves(w.half_minimums(), a.s16 + 16 * at), acc[t]);
     if constexpr (Traits<B>::minimum == Minimum::per_block)
       acc[t] = add_minimum<B>(w.wm, _mm256_loadu_ps(a.s + kLanes * at), acc[t]);
   }

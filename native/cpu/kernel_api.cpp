@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kAlign = 64;
 constexpr size_t kChunkBytes = 64 << 10; // of weights that a worker claims at a time
-constexpr uint32_t kRowGroup = 8;        // kernels for many rows take weight rows by eight
+constexpr uint32_t kMany = 8; // rows of activations from which kernels take weight rows by 32, before that by 8
 
 struct Free {
   void operator()(void *p) const { std::free(p); }
@@ -105,8 +105,8 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     const Buffer<float> both = allocate<float>(terms == 2 ? size_t{rows} * 2 * n : 0); // (T, 2, N)
     const size_t work_bytes = (kernels.work_bytes(k) + kAlign - 1) / kAlign * kAlign;
     const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
-    const uint32_t groups = static_cast<uint32_t>(std::min<size_t>(kChunkBytes / (bytes * kRowGroup), n / kRowGroup));
-    const uint32_t chunk = std::max(groups, 1u) * kRowGroup;
+    const uint32_t group = rows < kMany ? 8 : 32;
+    const uint32_t chunk = std::max(static_cast<uint32_t>(kChunkBytes / bytes) / group, 1u) * group;
     device->pool.run(0, [&](Worker &worker) {
       if (quantized) {
         Split split(worker, rows, 1);

@@ -26,7 +26,7 @@ FLOAT_TYPES = (Q.F32, Q.F16, Q.BF16)
 BLOCK_TYPES = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 SUPERBLOCK_TYPES = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
 QUANTIZED_TYPES = BLOCK_TYPES + SUPERBLOCK_TYPES
-DEFAULT, EXACT = lib.APU_PRECISION_DEFAULT, lib.APU_PRECISION_EXACT
+DEFAULT, EXACT, FINE = lib.APU_PRECISION_DEFAULT, lib.APU_PRECISION_EXACT, lib.APU_PRECISION_FINE
 LEVELS = tuple(level for level in _native.ISA if level != "auto")
 
 # Byte offsets of the F16 fields in a block.
@@ -73,12 +73,13 @@ def truth(dtype: Q, weights: Bytes) -> Floats:
 
 
 def random_activations(rows: int, k: int, seed: int = 0) -> Floats:
-    """(rows, k) normal values with outliers, a zero block and a tiny one."""
+    """(rows, k) normal values with outliers, a zero block, a tiny one, and one whose halves are a million apart."""
     rng = np.random.default_rng((rows, k, seed))
     x = rng.standard_normal((rows, k)).astype(np.float32)
     x[rng.random((rows, k)) < 0.01] *= 50
     x[rows // 2, : min(32, k)] = 0
     x[rows // 3, : min(32, k)] *= 1e-20
+    x[rows // 4, : min(16, k)] *= 1e6
     return x
 
 

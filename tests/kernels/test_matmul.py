@@ -11,6 +11,7 @@ from kernel_cases import (
     DEFAULT,
     EXACT,
     F16_FIELDS,
+    FINE,
     FLOAT_TYPES,
     QUANTIZED_TYPES,
     Floats,
@@ -31,20 +32,21 @@ CASES = [pytest.param(dtype, k, id=f"{dtype.name}-{k}") for dtype in TYPES for k
 QUANTIZED_CASES = [case for case in CASES if case.values[0] in QUANTIZED_TYPES]
 
 
-def by_blocks(a: Floats) -> Floats:
-    """(rows, k) as (rows, blocks, 32)."""
-    return a.reshape(len(a), -1, 32)
+def by_halves(a: Floats) -> Floats:
+    """(rows, k) as (rows, half-blocks, 16)."""
+    return a.reshape(len(a), -1, 16)
 
 
-def activation_bound(w: Floats, x: Floats) -> Floats:
+def activation_bound(w: Floats, x: Floats, terms: int = 1) -> Floats:
     """(T, N) largest difference to the exact product that int8 activations allow.
 
-    A block of 32 activations with largest magnitude a is rounded to multiples of a / 127: each is off by at most
-    half of that, which the weights' magnitudes weigh. Float32 steps add 2^-24 each, of a block's part with and
-    without its minimum; 1e-6 of the magnitudes covers all steps of the row lengths here.
+    A half-block of 16 activations with largest magnitude a is rounded to multiples of a / 127: each is off by at most
+    half of that, which the weights' magnitudes weigh; a second term rounds what is left to 1 / 127 of it again.
+    Float32 steps add 2^-24 each, of a block's part with and without its minimum; 1e-6 of the magnitudes covers all
+    steps of the row lengths here.
     """
-    wide, amax = np.abs(by_blocks(w)).astype(np.float64), np.abs(by_blocks(x)).max(2).astype(np.float64)
-    rounding = amax * (0.5001 / 127) @ wide.sum(2).T
+    wide, amax = np.abs(by_halves(w)).astype(np.float64), np.abs(by_halves(x)).max(2).astype(np.float64)
+    rounding = amax * (0.5001 / 127) ** terms @ wide.sum(2).T
     return rounding + 1e-6 * (amax * 32) @ wide.max(2).T + 1e-30
 
 
@@ -69,6 +71,36 @@ def test_quantised_activations_stay_within_their_bound(levels: tuple[Level, ...]
     exact = x.astype(np.float64) @ values.astype(np.float64).T
     difference = np.abs(levels[0].matmul(dtype, w, x) - exact)
     assert (difference <= activation_bound(values, x)).all()
+
+
+@pytest.mark.parametrize(("dtype", "k"), QUANTIZED_CASES)
+def test_two_terms_are_nearly_exact(levels: tuple[Level, ...], dtype: Q, k: int) -> None:
+    """Fine precision: within its bound, far inside that of one term, and the same bits everywhere."""
+    w, x = random_weights(dtype, 24, k), random_activations(9, k)
+    values = truth(dtype, w)
+    exact = x.astype(np.float64) @ values.astype(np.float64).T
+    expected = levels[0].matmul(dtype, w, x, FINE)
+    assert (np.abs(expected - exact) <= activation_bound(values, x, terms=2)).all()
+    one = levels[0].matmul(dtype, w, x)
+    assert np.linalg.norm(expected - exact) < 0.02 * np.linalg.norm(one - exact)
+    for level in levels:
+        for rows in (1, 2, 3, 9):
+            found = level.matmul(dtype, w, x[:rows], FINE)
+            assert np.array_equal(bits(found), bits(expected[:rows])), f"{level.name}, {rows} rows"
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED_TYPES, ids=lambda dtype: dtype.name)
+def test_two_terms_are_the_sum_of_two_products(levels: tuple[Level, ...], dtype: Q) -> None:
+    """The second product's input is what quantising the first lost, rounded once."""
+    w, x = random_weights(dtype, 24, 512), random_activations(3, 512)
+    halves = by_halves(x)
+    d = (np.abs(halves).max(2, keepdims=True) / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(1), d, out=np.zeros_like(d), where=d > 2.0**-100 / 127)
+    q = np.rint(halves * inverse).astype(np.float32)
+    rest = (halves.astype(np.float64) - d.astype(np.float64) * q).astype(np.float32).reshape(x.shape)
+    for level in levels:
+        both = level.matmul(dtype, w, x) + level.matmul(dtype, w, rest)
+        assert np.array_equal(bits(level.matmul(dtype, w, x, FINE)), bits(both)), level.name
 
 
 @pytest.mark.parametrize("dtype", BLOCK_TYPES, ids=lambda dtype: dtype.name)
@@ -104,7 +136,7 @@ def test_unit_vectors_read_the_weights(levels: tuple[Level, ...], dtype: Q) -> N
         assert np.array_equal(found.T, truth(dtype, w)), level.name
 
 
-@pytest.mark.parametrize("precision", [DEFAULT, EXACT], ids=["default", "exact"])
+@pytest.mark.parametrize("precision", [DEFAULT, EXACT, FINE], ids=["default", "exact", "fine"])
 @pytest.mark.parametrize(("dtype", "k"), CASES)
 def test_nothing_outside_the_rows_is_touched(levels: tuple[Level, ...], dtype: Q, k: int, precision: int) -> None:
     """Weights, activations and results each end where an unreadable page begins; weights start at an odd byte, with
@@ -166,6 +198,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others(
     for level in levels:
         found = level.matmul(dtype, w, x)
         assert np.isnan(found[4]).all(), level.name
+        assert np.isnan(level.matmul(dtype, w, x, FINE)[4]).all(), level.name
         others = np.arange(10) != 4
         assert np.array_equal(bits(found[others]), bits(clean[others])), level.name
 

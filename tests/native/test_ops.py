@@ -139,14 +139,15 @@ def quantize_q8_0(w: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def test_matmul_quantized_rows_agree(workers: Device) -> None:
-    """A row's bits do not depend on the other rows, the workers or the cuts; both precisions are near float64."""
+    """A row's bits do not depend on the other rows, the workers or the cuts; all precisions are near float64."""
     k, n = 1056, 300
     x, w = random(64, k), random(n, k, seed=2)
     packed = quantize_q8_0(w)
     blocks = packed.reshape(n, -1, 34)
     scales = blocks[..., :2].copy().view(np.float16).astype(np.float64)
     expected = x @ (blocks[..., 2:].view(np.int8) * scales).reshape(n, k).T
-    for precision, tolerance in ((lib.APU_PRECISION_DEFAULT, 0.01), (lib.APU_PRECISION_EXACT, 1e-5)):
+    tolerances = {lib.APU_PRECISION_DEFAULT: 0.01, lib.APU_PRECISION_FINE: 5e-5, lib.APU_PRECISION_EXACT: 1e-5}
+    for precision, tolerance in tolerances.items():
         results = []
         for cuts in (1, 7):
             rig = Rig(rows=64)
@@ -164,6 +165,40 @@ def test_matmul_quantized_rows_agree(workers: Device) -> None:
         assert np.array_equal(results[0], results[1])
         error = np.abs(results[0] - expected).max() / np.abs(expected).max()
         assert error < tolerance
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 300])
+def test_matmul_fine(workers: Device, rows: int, gated: bool) -> None:
+    """Two terms with norm, bias, soft cap, residual, a gate and a float neighbour: as with float activations."""
+    k, n = 288, 332
+    x, r, norm, bias = random(300, k), random(300, n, seed=2), random(k, seed=3), random(n, seed=4)
+    packed = [quantize_q8_0(random(n, k, seed=5)), quantize_q8_0(random(n, k, seed=6))]
+    floats = random(40, k, seed=7)
+    results = {}
+    for precision in (lib.APU_PRECISION_DEFAULT, lib.APU_PRECISION_FINE, lib.APU_PRECISION_EXACT):
+        rig = Rig(rows=300, vocabulary=300)
+        ins, out, other = (rig.input(x), rig.input(r, "r")), rig.scratch("out", n), rig.scratch("other", 40)
+        pair = [rig.weight(f"w{i}", w, dtype=lib.APU_Q8_0, shape=(n, k), cuts=i + 2) for i, w in enumerate(packed)]
+        matrices = (*pair, NONE) if gated else (pair[0], rig.weight("w", floats), pair[1])
+        rig.op(
+            lib.APU_OP_MATMUL,
+            ins=ins,
+            outs=(out,) if gated else (out, other, rig.scratch("out2", n)),
+            weights=(rig.weight("norm", norm), *matrices, NONE, rig.weight("bias", bias)),
+            ints=(lib.APU_ACT_SILU if gated else lib.APU_ACT_NONE, precision),
+            floats=(EPS, 5.0),
+        )
+        with rig.build(workers) as plan:
+            run(plan, rows)
+            results[precision] = plan.read(out, rows)
+            if not gated:
+                expected = rms_norm(x[:rows], norm, EPS) @ floats.T.astype(np.float64)
+                np.testing.assert_allclose(plan.read(other, rows), expected, atol=3e-4)
+    exact = results[lib.APU_PRECISION_EXACT]
+    error = {precision: np.abs(found - exact).max() for precision, found in results.items()}
+    assert error[lib.APU_PRECISION_FINE] < 2e-2  # of values up to 300 before the cap
+    assert error[lib.APU_PRECISION_FINE] < 0.05 * error[lib.APU_PRECISION_DEFAULT]
 
 
 def test_results_do_not_depend_on_workers() -> None:
