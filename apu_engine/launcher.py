@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any, NoReturn
 from apu_engine import catalog
 from apu_engine.config import EngineConfig, specs
 from apu_engine.errors import ApuError
+from apu_engine.server.hints import curl_line
 
 USAGE = """\
 Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is ready
@@ -177,13 +177,8 @@ def _stage_line(health: dict[str, Any]) -> str:
 def _print_ready(server: Running, health: dict[str, Any]) -> None:
     url = f"http://{_url_host(server.host)}:{server.port}"
     print(health.get("ready") or f"ready: {server.model}; {url}")
-    path, body = "completions", '{"prompt": "The sky is blue because", "max_tokens": 80}'
-    if health.get("chat", True):
-        path = "chat/completions"
-        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}'
     key = _option(server.argv, "--api-key") or EngineConfig.resolve().api_key
-    login = f" -H {shlex.quote(f'Authorization: Bearer {key}')}" if key else ""
-    print(f"curl {url}/v1/{path}{login} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    print(curl_line(url, health.get("chat", True), key))
     _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop")
 
 

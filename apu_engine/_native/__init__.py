@@ -162,14 +162,6 @@ class Device:
             driver_version=props.driver_version,
         )
 
-    @classmethod
-    def open(cls, kind: str = "cpu", index: int = 0, **options: Any) -> Device:
-        """Device(kind, index, ...).
-
-        Raises UnsupportedError for a kind or instruction set that is not there.
-        """
-        return cls(kind, index, **options)
-
     def close(self) -> None:
         if self.handle is not None:
             lib.apu_device_close(self.handle)

@@ -157,7 +157,7 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     builder = PlanBuilder(binder or OfflineBinder(), limits, config.dims, options.precision)
     blocks = Blocks(model, config, builder)
     windows = _group_windows(config)
-    dtype = _kv_dtype(model, options.kv_type)
+    dtype = KV_TYPES[resolve_kv_type(model, options.kv_type)]
     for layer in blocks.layers():
         group = windows.index(config.windows[layer])
         pages = page_count(options, config.windows[layer])
@@ -234,11 +234,12 @@ def _group_windows(config: Config) -> tuple[int, ...]:
     return tuple(sorted(set(config.windows)))
 
 
-def _kv_dtype(model: ModelFile, kv_type: str) -> int:
+def resolve_kv_type(model: ModelFile, kv_type: str) -> str:
+    """The type in use: `kv_type` itself, or what "auto" takes for this model."""
     if kv_type != "auto":
-        return KV_TYPES[kv_type]
+        return kv_type
     matrices = {tensor.dtype for tensor in model.tensors.values() if len(tensor.shape) > 1}
-    return KV_TYPES["f32" if matrices <= {lib.APU_F32} else "f16"]
+    return "f32" if matrices <= {lib.APU_F32} else "f16"
 
 
 __all__ = [
@@ -252,4 +253,5 @@ __all__ = [
     "load",
     "page_count",
     "plan",
+    "resolve_kv_type",
 ]

@@ -148,6 +148,9 @@ def _result(runtime: Runtime, n_prompt: int, n_gen: int, n_depth: int, seconds: 
     nanoseconds = [round(s * 1e9) for s in seconds]
     several = len(seconds) > 1
     props, loaded, model = runtime.device.props, runtime.loaded, runtime.model
+    from apu_engine.arch import resolve_kv_type
+
+    kv_type = resolve_kv_type(model, runtime.config.kv_type)
     return {
         "engine": "apu_engine",
         "build_number": __version__,
@@ -161,8 +164,8 @@ def _result(runtime: Runtime, n_prompt: int, n_gen: int, n_depth: int, seconds: 
         "n_batch": loaded.options.max_rows,
         "n_ubatch": loaded.options.max_rows,
         "n_threads": props.threads,
-        "type_k": runtime.config.kv_type,
-        "type_v": runtime.config.kv_type,
+        "type_k": kv_type,
+        "type_v": kv_type,
         "precision": runtime.config.precision,
         "n_prompt": n_prompt,
         "n_gen": n_gen,

@@ -183,7 +183,7 @@ def _load(
             f"memory: {config.memory} needs a GPU; the cpu device reads the mapped file in place (auto or direct)",
             "memory",
         )
-    device = _native.Device.open(kind, threads=config.threads, isa=config.isa, pin=config.pin)
+    device = _native.Device(kind, threads=config.threads, isa=config.isa, pin=config.pin)
     opened.append(device)
     stages.end("pool")
 

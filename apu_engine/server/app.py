@@ -27,6 +27,7 @@ from apu_engine.config import EngineConfig
 from apu_engine.errors import ConfigError, MappingError
 from apu_engine.server import body, schema
 from apu_engine.server.errors import ApiError, api_error
+from apu_engine.server.hints import curl_line
 from apu_engine.server.openai import SAMPLING_FIELDS, OpenAI, json_response
 
 if TYPE_CHECKING:
@@ -266,7 +267,8 @@ def _announce(service: Service) -> None:
         config.queue,
     )
     log.info("requests that do not say: %s, max_tokens %s", sampling, config.max_tokens or "up to the end of ctx")
-    print(service.ready_line, flush=True)
+    print(service.ready_line)
+    print(curl_line(service.url, llm.has_chat_template, config.api_key), flush=True)
 
 
 def _install_signals(stop: asyncio.Event, cancel_load: threading.Event) -> None:

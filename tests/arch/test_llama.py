@@ -29,7 +29,7 @@ def test_agrees_with_transformers(tiny_llama: TinyModel, device: Device) -> None
 
 @pytest.mark.parametrize("isa", ["portable", "auto"])
 def test_many_rows_equal_single_rows_bit_for_bit(tiny_llama: TinyModel, isa: str) -> None:
-    with Device.open("cpu", threads=2, isa=isa) as device, running(tiny_llama.path, device) as model:
+    with Device("cpu", threads=2, isa=isa) as device, running(tiny_llama.path, device) as model:
         whole = model.prefill(IDS, chunk=150)
         assert np.array_equal(model.prefill(IDS, chunk=1), whole)
         assert np.array_equal(model.prefill(IDS, chunk=7), whole)
@@ -55,7 +55,7 @@ def test_interleaved_sequences_equal_separate_ones(tiny_llama: TinyModel, device
 def test_threads_do_not_change_a_bit(tiny_llama: TinyModel) -> None:
     found = []
     for threads in (1, 2, 3):
-        with Device.open("cpu", threads=threads) as device, running(tiny_llama.path, device) as model:
+        with Device("cpu", threads=threads) as device, running(tiny_llama.path, device) as model:
             found.append(model.prefill(IDS[:40]))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])

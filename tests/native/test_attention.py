@@ -112,7 +112,7 @@ RAGGED = [(0, 1, B), (1000, 37, A), (255, 3, C)]
 )
 def test_against_naive(options: dict[str, Any], threads: int) -> None:
     case = Case(**options)
-    with Device.open("cpu", threads=threads) as device, case.rig.build(device) as plan:
+    with Device("cpu", threads=threads) as device, case.rig.build(device) as plan:
         for sequences in (
             [(0, 1, A)],
             [(127, 1, A)],
@@ -132,7 +132,7 @@ def test_bits_depend_on_nothing_else(window: int) -> None:
     results: dict[str, list[NDArray[np.float32]]] = {"prefill": [], "single": [], "ragged": [], "few": []}
     for threads in (1, 2, 4):
         case = Case(window=window, rows=64)
-        with Device.open("cpu", threads=threads) as device, case.rig.build(device) as plan:
+        with Device("cpu", threads=threads) as device, case.rig.build(device) as plan:
             results["prefill"].append(case.run(plan, [(600, 64, A)])[:4])
             single = []
             for i in range(4):

@@ -17,7 +17,7 @@ EPS = 1e-5
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def workers(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with Device.open("cpu", threads=request.param) as device:
+    with Device("cpu", threads=request.param) as device:
         yield device
 
 
@@ -204,7 +204,7 @@ def test_results_do_not_depend_on_workers() -> None:
     """The same plan with 1 to 4 workers, at the best level: identical bits, decode and prefill."""
     results = []
     for threads in (1, 2, 3, 4):
-        with Device.open("cpu", threads=threads) as device:
+        with Device("cpu", threads=threads) as device:
             rig = Rig(rows=48)
             packed = quantize_q8_0(random(512, 512, seed=9))
             source, out = rig.input(random(64, 512)), rig.scratch("out", 512)

@@ -62,7 +62,7 @@ def test_cancel_acts_within_100_ms_and_spares_what_comes_after(device: Device) -
 
 
 def test_destroy_cancels_and_waits() -> None:
-    with Device.open("cpu", threads=2) as device:
+    with Device("cpu", threads=2) as device:
         plan = heavy().build(device)
         events = [plan.submit(Step().sequence(range(256))) for _ in range(2)]
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def test_queue_is_bounded_and_in_order(device: Device) -> None:
 
 
 def test_two_plans_and_threads_share_a_device() -> None:
-    with Device.open("cpu", threads=3) as device:
+    with Device("cpu", threads=3) as device:
         errors: list[BaseException] = []
 
         def work(seed: int) -> None:
@@ -111,7 +111,7 @@ def test_two_plans_and_threads_share_a_device() -> None:
 
 
 def test_idle_workers_use_no_cpu() -> None:
-    with Device.open("cpu", threads=4) as device:
+    with Device("cpu", threads=4) as device:
         rig = Rig()
         rig.input(np.zeros((64, 4), np.float32))
         with rig.build(device) as plan:
@@ -138,7 +138,7 @@ import os, numpy as np
 from apu_engine._native import Device, lib, ffi
 from rig import Rig, Step
 rig = Rig(); rig.input(np.zeros((64, 4), np.float32))
-device = Device.open("cpu", threads=2)
+device = Device("cpu", threads=2)
 plan = rig.build(device)
 plan.run(Step().sequence([0]))
 pid = os.fork()
@@ -264,7 +264,7 @@ rig = Rig()
 out = rig.scratch("out", 4096)
 x, w = rig.input(np.ones((64, 256), np.float32)), rig.weight("w", weights)
 rig.op(lib.APU_OP_MATMUL, ins=(x,), outs=(out,), weights=(NONE, w))
-with Device.open("cpu", threads=2) as device, rig.build(device) as plan:
+with Device("cpu", threads=2) as device, rig.build(device) as plan:
     plan.run(Step().sequence([0]))
     whole = plan.read(out, 1)
     os.truncate(path, 65536)

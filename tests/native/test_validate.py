@@ -383,10 +383,10 @@ def test_device_options() -> None:
         ({"spin_us": 10**7}, "spin_us is 10000000"),
     ):
         with pytest.raises(InvalidError, match=message):
-            Device.open("cpu", **options)
+            Device("cpu", **options)
     with pytest.raises(NativeError, match='device kind "tpu" is not in this build'):
-        Device.open("tpu")
+        Device("tpu")
     with pytest.raises(InvalidError, match="index 1 does not exist"):
-        Device.open("cpu", 1)
-    with Device.open("cpu", threads=3, pin=True) as device:
+        Device("cpu", 1)
+    with Device("cpu", threads=3, pin=True) as device:
         assert device.props.threads == 3 and device.props.memory_bytes > 0 and device.props.arch in device.props.isa

@@ -67,10 +67,10 @@ def test_a_stale_library_is_refused() -> None:
 
 def test_errors_carry_the_librarys_message() -> None:
     with pytest.raises(_native.NativeError, match="abacus") as error:
-        _native.Device.open("abacus")
+        _native.Device("abacus")
     assert error.value.status in (lib.APU_E_INVALID, lib.APU_E_UNSUPPORTED)
     with pytest.raises(ConfigError, match="isa"):
-        _native.Device.open("cpu", isa="mmx")
+        _native.Device("cpu", isa="mmx")
 
 
 def test_device_properties(device: _native.Device) -> None:
