@@ -1,6 +1,5 @@
-// Functions of the AVX2 level, one group a file: matrices of quantised types (avx2.cpp for few
-// rows, avx2_gemm.cpp for many), of float types and exact
-// precision (avx2_float.cpp), row helpers (avx2_rows.cpp).
+// Functions of the AVX2 level, one group a file: matrices of quantised types (avx2.cpp for few rows, avx2_gemm.cpp for
+// many), of float types and exact precision (avx2_float.cpp), row helpers (avx2_rows.cpp).
 #pragma once
 
 #include "kernels.h"
