@@ -55,10 +55,18 @@ def project_root() -> Path | None:
     return root if (root / "rocm_start_server.sh").is_file() else None
 
 
+def home() -> Path:
+    """The user's home folder. Raises ApuError when there is none, as for a container's nameless user."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ApuError(f"user {os.getuid()} has no home folder; set HOME") from None
+
+
 def models_dir() -> Path:
     """Where fetched models land: `models/` of the checkout, else the user's data folder."""
     root = project_root()
-    return root / "models" if root else Path.home() / ".local/share/apu_engine/models"
+    return root / "models" if root else home() / ".local/share/apu_engine/models"
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
@@ -145,16 +153,16 @@ def fitting(available_bytes: int) -> list[CatalogEntry]:
 
 def discover(limit: int = 20) -> list[Path]:
     """GGUF files in the usual folders of other tools, largest first; links of hub caches are kept."""
-    home = Path.home()
+    user = home()
     folders = [
         models_dir(),
-        home / "models",
-        home / ".cache/llama.cpp",
-        home / ".cache/huggingface/hub",
-        home / ".lmstudio/models",
-        home / ".cache/lm-studio/models",
-        home / ".local/share/nomic.ai/GPT4All",
-        home / ".ollama/models/blobs",
+        user / "models",
+        user / ".cache/llama.cpp",
+        user / ".cache/huggingface/hub",
+        user / ".lmstudio/models",
+        user / ".cache/lm-studio/models",
+        user / ".local/share/nomic.ai/GPT4All",
+        user / ".ollama/models/blobs",
         Path("/usr/share/ollama/.ollama/models/blobs"),
         Path("/var/lib/ollama/models/blobs"),
     ]

@@ -1,6 +1,7 @@
 """What `rocm_start_server.sh` does once everything is built: start, stop, status, restart.
 
-A started server runs in its own session with its output in a log file. One PID file per port names the
+All options are checked before anything happens. A started server runs in its own session with its output in
+a log file; a start that fails or is interrupted takes its server with it. One PID file per port names the
 process and the moment it was created, so that a recycled PID is never signalled; stopping is SIGTERM, a
 deadline, then SIGKILL of that one process. Nothing is killed by name. Messages go to stderr, the ready lines
 to stdout.
@@ -8,6 +9,10 @@ to stdout.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import http.client
 import json
 import os
 import signal
@@ -17,18 +22,24 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from apu_engine import catalog
-from apu_engine.config import EngineConfig, specs
+from apu_engine.config import EngineConfig, Spec, specs
 from apu_engine.errors import ApuError
 from apu_engine.server.hints import curl_line
 
+if TYPE_CHECKING:
+    import psutil
+
 USAGE = """\
 Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is ready
-       ./rocm_start_server.sh stop|status|restart [--port N]
+       ./rocm_start_server.sh stop|status [--port N]
+       ./rocm_start_server.sh restart [--port N] [MODEL] [serve flags]
   MODEL         a GGUF file, any shard of a split one, or a folder that holds one; without it a demo model
   --foreground  stay attached: output here, Ctrl-C stops
   --port N      port (default 8000); stop, status and restart act on the server of that port
@@ -66,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(args)
-    except ApuError as error:
+    except (ApuError, OSError) as error:
         print(f"rocm_start_server: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -79,78 +90,161 @@ def _dispatch(args: list[str]) -> int:
         return 0
     verb = args.pop(0) if args and args[0] in ("start", "stop", "status", "restart") else "start"
     foreground = "--foreground" in args
-    args = [a for a in args if a != "--foreground"]
-    port = _port(args)
-    if verb == "stop":
-        return _stop(port)
-    if verb == "status":
-        return _status(port)
-    if verb == "restart":
-        running = _read(port)
-        if running is None:
-            raise ApuError(f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]")
-        _stop(port)
-        return _start(_restart_args(args, running), port, foreground)
-    return _start(args, port, foreground)
+    request = Request.parse([a for a in args if a != "--foreground"])
+    if verb == "start":
+        return _start(request, foreground)
+    port = request.port
+    if verb in ("stop", "status"):
+        if foreground or request.named - {"port"}:
+            raise ApuError(f"{verb} takes --port N and nothing else, found {' '.join(args)}")
+        return _stop(port) if verb == "stop" else _status(port)
+    running = _read(port)
+    if running is None:
+        raise ApuError(f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]")
+    request = _restarted(request, running)  # refused, if at all, while the old server still runs
+    _stop(port)
+    return _start(request, foreground)
 
 
-def _restart_args(args: list[str], running: Running) -> list[str]:
-    """The old arguments, unless others than --port were given; the old model, unless another was."""
-    model, flags = _split_model(args)
-    flags = _without(flags, "--port")
-    if model is None and not flags:
-        flags = _without(_split_model(running.argv)[1], "--port")
-    return [model or running.model, *flags, "--port", str(running.port)]
+def _restarted(request: Request, running: Running) -> Request:
+    """The old model, unless another is named; the old flags, unless others than --port are given."""
+    args = running.argv
+    if request.named - {"port"}:
+        model = request.model if "model" in request.named else running.model
+        args = [*request.flags, f"--model={model}"]
+    return Request.parse([*args, f"--port={running.port}"])
 
 
-def _start(args: list[str], port: int, foreground: bool) -> int:
+@dataclass(slots=True)
+class Request:
+    """A command line, checked: what the server would make of it, and the flags to hand on, without the model."""
+
+    config: EngineConfig
+    model: str | None  # absolute, so that a restart from another folder finds it
+    flags: list[str]
+    named: set[str]
+
+    @property
+    def port(self) -> int:
+        if not self.config.port:
+            raise ApuError("--port 0: expected a number from 1 to 65535")
+        return self.config.port
+
+    @classmethod
+    def parse(cls, args: Sequence[str]) -> Request:
+        """Raises ApuError for an unknown flag, a bad or missing value, or a second model."""
+        known = {flag: item for item in specs() if item.name != "system" for flag in item.flags}
+        given: dict[str, Any] = {}
+        models: list[str] = []
+        rest = deque(args)
+        while rest:
+            arg = rest.popleft()
+            if arg == "--":
+                models += rest
+                break
+            if not arg.startswith("-") or arg == "-":
+                models.append(arg)
+                continue
+            item, value = _flag(arg, known, rest)
+            given[item.name] = (
+                str(Path(value).absolute()) if item.kind == "path" and isinstance(value, str) and value else value
+            )
+        if len(models) > 1:
+            raise ApuError(f"expected one model, found {' '.join(models)}")
+        if models:
+            given["model"] = str(Path(models[0]).absolute()) if models[0] else ""
+        config = EngineConfig.resolve(given, "flag")
+        flags = [_written(known, name, value) for name, value in given.items() if name != "model"]
+        model = str(Path(config.model).absolute()) if config.model else None
+        return cls(config, model, flags, set(given))
+
+
+def _flag(arg: str, known: dict[str, Spec], rest: deque[str]) -> tuple[Spec, str | bool]:
+    """The option that `arg` names and its value, which may be the next of `rest`."""
+    name, equals, value = arg.partition("=")
+    off = name.startswith("--no-")
+    if item := known.get(f"--{name[5:]}" if off else name):
+        if item.kind == "bool":
+            if equals:
+                raise ApuError(f"{name}: takes no value, found {value}")
+            return item, not off
+        if not off:
+            if not equals and not rest:
+                raise ApuError(f"{name}: needs a value, {item.expected}")
+            return item, value if equals else rest.popleft()
+    if not arg.startswith("--") and (item := known.get(arg[:2])) and item.kind != "bool":  # -c512
+        return item, arg[2:]
+    raise ApuError(f"unknown option {name}; .venv/bin/apu-engine serve --help lists all")
+
+
+def _written(known: dict[str, Spec], name: str, value: str | bool) -> str:
+    flag = next(f for f, item in known.items() if item.name == name and f.startswith("--"))
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"{flag}={value}"
+
+
+def _start(request: Request, foreground: bool) -> int:
+    with _lock(request.port):
+        return _start_alone(request, foreground)
+
+
+def _start_alone(request: Request, foreground: bool) -> int:
+    host, port = request.config.host, request.port
     running = _read(port)
     if running is not None and running.alive():
         raise ApuError(
             f"port {port} is served already (PID {running.pid}, {running.model}); "
             "use `restart`, `stop`, or another --port"
         )
-    host = _option(args, "--host") or "127.0.0.1"
     _require_free_port(host, port)
-    model, serve_args = _split_model(args)
-    model = model or EngineConfig.resolve().model or _demo_model()
     from apu_engine.device import pick_device
 
-    device, why = pick_device(_option(args, "--device") or "auto")
+    device, why = pick_device(request.config.device)
+    model = request.model or _demo_model()
     _say(f"device: {device} ({why})")
-    command = [sys.executable, "-m", "apu_engine", "serve", "-m", model, *serve_args]
+    command = [sys.executable, "-m", "apu_engine", "serve", f"--model={model}", *request.flags]
+    argv = [*request.flags, f"--model={model}"]
+    import psutil
+
     if foreground:
-        _note(os.getpid(), host, port, model, "none (foreground)", args)
+        created = psutil.Process().create_time()
+        _write(Running(os.getpid(), created, host, port, model, "none (foreground)", argv))
         os.execv(sys.executable, command)
     log = _state_dir() / f"server-{port}.log"
     with log.open("ab") as out:
+        before = out.tell()
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-    started = _note(process.pid, host, port, model, str(log), args)
+    child = psutil.Process(process.pid)
     try:
-        health = _wait_ready(process, started)
+        started = Running(process.pid, child.create_time(), host, port, model, str(log), argv)
+        _write(started)
+        health = _wait_ready(process, started, before)
     except BaseException:
-        _terminate(started)
+        _end(child)
+        with contextlib.suppress(OSError):
+            _pid_file(port).unlink(missing_ok=True)
         raise
-    _print_ready(started, health)
+    _print_ready(started, health, request.config.api_key)
     return 0
 
 
-def _note(pid: int, host: str, port: int, model: str, log: str, args: list[str]) -> Running:
-    """Writes the PID file; for this user alone, because the arguments may hold an API key."""
-    import psutil
+@contextlib.contextmanager
+def _lock(port: int) -> Iterator[None]:
+    """One start per port at a time: two would both find the port free."""
+    with (_state_dir() / f"server-{port}.lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ApuError(f"another start on port {port} is in progress; wait for it, or `stop` it") from None
+        yield
 
-    started = Running(pid, psutil.Process(pid).create_time(), host, port, model, log, args)
-    _pid_file(port).touch(mode=0o600)
-    _pid_file(port).write_text(json.dumps(asdict(started)), "utf-8")
-    return started
 
-
-def _wait_ready(process: subprocess.Popen[bytes], server: Running) -> dict[str, Any]:
+def _wait_ready(process: subprocess.Popen[bytes], server: Running, log_start: int) -> dict[str, Any]:
     said = ""
     while True:
         if process.poll() is not None:
-            _pid_file(server.port).unlink(missing_ok=True)
-            tail = Path(server.log).read_text("utf-8", "replace").strip().splitlines()[-8:]
+            tail = Path(server.log).read_bytes()[log_start:].decode("utf-8", "replace").strip().splitlines()[-8:]
             raise ApuError("the server ended while starting; its last lines:\n  " + "\n  ".join(tail))
         code, health = _health(server)
         if code == 200:
@@ -174,10 +268,9 @@ def _stage_line(health: dict[str, Any]) -> str:
     return f"{stage} {10 * int(10 * done / total)}%"
 
 
-def _print_ready(server: Running, health: dict[str, Any]) -> None:
+def _print_ready(server: Running, health: dict[str, Any], key: str | None) -> None:
     url = f"http://{_url_host(server.host)}:{server.port}"
     print(health.get("ready") or f"ready: {server.model}; {url}")
-    key = _option(server.argv, "--api-key") or EngineConfig.resolve().api_key
     print(curl_line(url, health.get("chat", True), key))
     _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop")
 
@@ -197,15 +290,27 @@ def _terminate(server: Running) -> None:
     import psutil
 
     if server.alive():
-        process = psutil.Process(server.pid)
+        _end(psutil.Process(server.pid))
+    _pid_file(server.port).unlink(missing_ok=True)
+
+
+def _end(process: psutil.Process) -> None:
+    import psutil
+
+    try:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_DEADLINE_S)
         except psutil.TimeoutExpired:
-            _say(f"PID {server.pid} did not end within {STOP_DEADLINE_S:g} s of SIGTERM; sending SIGKILL")
+            _say(f"PID {process.pid} did not end within {STOP_DEADLINE_S:g} s of SIGTERM; sending SIGKILL")
             process.kill()
             process.wait(5)
-    _pid_file(server.port).unlink(missing_ok=True)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.AccessDenied:
+        raise ApuError(f"PID {process.pid} belongs to another user; stop it as that user") from None
+    except psutil.TimeoutExpired:
+        raise ApuError(f"PID {process.pid} does not end, even after SIGKILL; the kernel holds it") from None
 
 
 def _status(port: int) -> int:
@@ -230,7 +335,7 @@ def _health(server: Running) -> tuple[int, dict[str, Any]]:
             return answer.status, _json_object(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, _json_object(error.read())
-    except OSError:
+    except (OSError, http.client.HTTPException):  # nothing there, or no HTTP server
         return 0, {}
 
 
@@ -243,7 +348,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _demo_model() -> str:
-    from apu_engine.memory.budget import memory_available
+    from .memory.budget import memory_available
 
     path = catalog.fetch(catalog.DEMO, _say)
     available = memory_available()
@@ -261,53 +366,6 @@ def _demo_model() -> str:
     return str(path)
 
 
-def _split_model(args: list[str]) -> tuple[str | None, list[str]]:
-    """(model, other arguments): what -m or --model names, or the first argument that is no flag and no flag's value."""
-    takes_value = {flag for item in specs() if item.kind != "bool" for flag in item.flags}
-    model: str | None = None
-    rest: list[str] = []
-    words = iter(args)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name in ("-m", "--model"):
-            model = value if equals else next(words, None)
-        elif word in takes_value:
-            rest += [word, *(value for value in [next(words, None)] if value is not None)]
-        elif model is None and not word.startswith("-"):
-            model = word
-        else:
-            rest.append(word)
-    return model, rest
-
-
-def _without(args: list[str], name: str) -> list[str]:
-    """`args` less the option `name` and its value."""
-    kept: list[str] = []
-    words = iter(args)
-    for word in words:
-        if word == name:
-            next(words, None)
-        elif not word.startswith(name + "="):
-            kept.append(word)
-    return kept
-
-
-def _option(args: list[str], name: str) -> str | None:
-    for i, arg in enumerate(args):
-        if arg == name and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith(name + "="):
-            return arg.partition("=")[2]
-    return None
-
-
-def _port(args: list[str]) -> int:
-    text = _option(args, "--port") or str(EngineConfig.resolve().port)
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ApuError(f"--port {text}: expected a number from 1 to 65535")
-    return int(text)
-
-
 def _require_free_port(host: str, port: int) -> None:
     if _port_is_free(host, port):
         return
@@ -317,16 +375,20 @@ def _require_free_port(host: str, port: int) -> None:
 
 
 def _port_is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no host name"
+        raise ApuError(f"--host {host[:80]}: {reason}") from error
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except PermissionError as error:
             raise ApuError(f"port {port} needs privileges: choose one above 1023") from error
-        except socket.gaierror as error:
-            raise ApuError(f"--host {host}: {error.strerror}") from error
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ApuError(f"--host {host}: {error.strerror}") from error
             return False
     return True
 
@@ -344,11 +406,32 @@ def _port_holder(port: int) -> str:
     return "a process that this user may not see"
 
 
+_FIELDS = {"pid": int, "created": float, "host": str, "port": int, "model": str, "log": str, "argv": list}
+
+
 def _read(port: int) -> Running | None:
+    """What the PID file says; None without one, or when it is damaged."""
     try:
-        return Running(**json.loads(_pid_file(port).read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = json.loads(_pid_file(port).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    if not isinstance(found, dict) or found.keys() != _FIELDS.keys():
+        return None
+    if any(type(found[name]) is not kind for name, kind in _FIELDS.items()):
+        return None
+    if not 0 < found["pid"] < 1 << 31 or not all(isinstance(arg, str) for arg in found["argv"]):
+        return None
+    return Running(**found)
+
+
+def _write(server: Running) -> None:
+    """Whole or not at all, and for this user alone, because the arguments may hold an API key."""
+    file = _pid_file(server.port)
+    partial = file.with_suffix(".new")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600)
+    partial.write_text(json.dumps(asdict(server)), "utf-8")
+    partial.replace(file)
 
 
 def _pid_file(port: int) -> Path:
@@ -357,7 +440,7 @@ def _pid_file(port: int) -> Path:
 
 def _state_dir() -> Path:
     root = catalog.project_root()
-    folder = root / ".apu" if root and os.access(root, os.W_OK) else Path.home() / ".local/state/apu_engine"
+    folder = root / ".apu" if root and os.access(root, os.W_OK) else catalog.home() / ".local/state/apu_engine"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -371,6 +454,11 @@ def _say(text: str) -> None:
 
 
 def _run() -> NoReturn:
+    from apu_engine.cli import standard_streams
+
+    standard_streams()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     raise SystemExit(main())
 
 

@@ -12,8 +12,24 @@ from collections.abc import Sequence
 PROGRAM = "apu-engine"
 
 
+def standard_streams() -> None:
+    """Makes all three usable: what stdout's encoding lacks is written as an escape, a closed stream is /dev/null.
+
+    Else the next file that is opened would get the closed stream's descriptor, and with it what is written there.
+    """
+    import os
+
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, errors="replace"))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (without the program's name); returns the exit status."""
+    standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     from apu_engine.config import debug_wanted
     from apu_engine.errors import ApuError, ConfigError

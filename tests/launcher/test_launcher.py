@@ -70,6 +70,9 @@ def test_start_ask_restart_stop(
         assert json.load(answer)["usage"]["prompt_tokens"] == 3
 
     assert launcher.main(["restart", "--port", str(port)]) == 0
+    record = json.loads((state / f"server-{port}.json").read_text())
+    assert record["model"] == str(tiny_llama.path) and "--ctx=64" in record["argv"]
+    assert "ctx 64" in capsys.readouterr().out
     second = json.loads((state / f"server-{port}.json").read_text())["pid"]
     assert second != first and not psutil.pid_exists(first)
     assert launcher.main(["stop", "--port", str(port)]) == 0
@@ -130,6 +133,110 @@ def test_a_server_that_ignores_sigterm_is_killed_after_the_deadline(
     assert "SIGKILL" in capsys.readouterr().err
 
 
+RECORD = {"pid": 1, "created": 1.0, "host": "127.0.0.1", "port": 1, "model": "m", "log": "l", "argv": []}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pid": -5},
+        {"pid": 10**30},
+        {"pid": "x"},
+        {"pid": True},
+        {"created": None},
+        {"created": "now"},
+        {"host": 5},
+        {"model": []},
+        {"argv": 7},
+        {"argv": [1]},
+        {"extra": 1},
+    ],
+)
+def test_a_damaged_pid_file_is_no_server(
+    change: dict[str, object], state: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in (json.dumps(RECORD | change), json.dumps([RECORD | change]), json.dumps(change), "{", "\0"):
+        (state / f"server-{port}.json").write_text(content)
+        assert launcher.main(["status", "--port", str(port)]) == 3
+        assert launcher.main(["restart", "--port", str(port)]) == 1
+        assert launcher.main(["stop", "--port", str(port)]) == 0
+        assert not (state / f"server-{port}.json").exists()
+    assert "no server was started" in capsys.readouterr().err
+
+
+def test_a_start_that_fails_leaves_no_server_behind(
+    tiny_llama: TinyModel, state: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state / f"server-{port}.json").mkdir()  # the PID file cannot be written
+    assert launcher.main([str(tiny_llama.path), "--port", str(port), "-c", "64"]) == 1
+    assert f"server-{port}.json" in capsys.readouterr().err
+    assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    (state / f"server-{port}.json").rmdir()
+
+
+def test_an_interrupted_start_leaves_no_server_behind(tiny_llama: TinyModel, state: Path, port: int) -> None:
+    code = (
+        "import pathlib, sys; from apu_engine import launcher; state = pathlib.Path(sys.argv.pop(1))\n"
+        "launcher._state_dir = lambda: state; launcher._health = lambda server: (0, {}); launcher._run()"
+    )
+    command = [sys.executable, "-c", code, str(state), str(tiny_llama.path), "--port", str(port), "-c", "64"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    file = state / f"server-{port}.json"
+    for _ in range(200):
+        if file.exists():
+            break
+        time.sleep(0.05)
+    server = json.loads(file.read_text())["pid"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert not file.exists() and not psutil.pid_exists(server)
+
+
+def test_one_start_at_a_time(tiny_llama: TinyModel, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with launcher._lock(port):
+        assert launcher.main([str(tiny_llama.path), "--port", str(port)]) == 1
+    assert "another start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["stop", "8001"], "nothing else, found 8001"),
+        (["status", "--ctx", "5"], "nothing else, found --ctx 5"),
+        (["stop", "--foreground"], "nothing else"),
+        (["--port"], "--port: needs a value"),
+        (["--port="], "--port: expected"),
+        (["--port", "0"], "from 1 to 65535"),
+        (["m.gguf", "--pin=1"], "--pin: takes no value"),
+        (["m.gguf", "other.gguf"], "expected one model"),
+        (["m.gguf", "--ctx", "many"], "--ctx: expected"),
+        (["m.gguf", "--system", "x"], "unknown option --system"),
+        (["-dash.gguf"], "unknown option -dash.gguf"),
+        (["m.gguf", "--host", "203.0.113.1"], "--host 203.0.113.1: "),
+        (["m.gguf", "--host", "x" * 300], "--host xxx"),
+    ],
+)
+def test_bad_command_lines_start_nothing(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    port = [] if "--port" in args or "--port=" in args else ["--port", str(free_port())]
+    found = args if args[0] in ("stop", "status") else [*args, *port]
+    assert launcher.main(found) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_options_are_read_as_serve_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("APU_HOST", "127.0.0.2")
+    given = ["--ctx", "1", "-c512", "--pin", "--no-pin", "--no-prefetch", "-np", "2", "--", "-dash\n'.gguf"]
+    request = launcher.Request.parse(given)
+    assert request.model == str(tmp_path / "-dash\n'.gguf")
+    assert request.flags == ["--ctx=512", "--no-pin", "--no-prefetch", "--parallel=2"]
+    assert request.config.host == "127.0.0.2" and request.config.parallel == 2
+    again = launcher.Request.parse([*request.flags, f"--model={request.model}", "--ctx", "64", "other.gguf"])
+    assert again.model == str(tmp_path / "other.gguf") and again.flags[0] == "--ctx=64"
+    assert launcher.Request.parse(["--host", "::1", "m.gguf"]).model == str(tmp_path / "m.gguf")
+
+
 def test_foreground_is_known_to_status_and_stops_with_sigterm(
     tiny_llama: TinyModel, port: int, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,20 +264,23 @@ def test_bad_port_and_unknown_flag(tiny_llama: TinyModel, port: int, capsys: pyt
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-RUNNING = launcher.Running(1, 1.0, "127.0.0.1", 9000, "old.gguf", "log", ["--port", "9000", "old.gguf", "--ctx", "64"])
+ARGV = ["--ctx=64", "--model=/old.gguf"]
+RUNNING = launcher.Running(1, 1.0, "127.0.0.1", 9000, "/old.gguf", "log", ARGV)
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "model", "flags"),
     [
-        ([], ["old.gguf", "--ctx", "64", "--port", "9000"]),
-        (["--port", "9000"], ["old.gguf", "--ctx", "64", "--port", "9000"]),
-        (["--port=9000", "--ctx", "128"], ["old.gguf", "--ctx", "128", "--port", "9000"]),
-        (["new.gguf"], ["new.gguf", "--port", "9000"]),
+        ([], "/old.gguf", ["--ctx=64", "--port=9000"]),
+        (["--port", "9000"], "/old.gguf", ["--ctx=64", "--port=9000"]),
+        (["--port=9000", "--ctx", "128"], "/old.gguf", ["--port=9000", "--ctx=128"]),
+        (["/new.gguf"], "/new.gguf", ["--port=9000"]),
+        (["-m", "/new.gguf", "--mlock"], "/new.gguf", ["--mlock", "--port=9000"]),
     ],
 )
-def test_restart_keeps_what_is_not_given_anew(given: list[str], expected: list[str]) -> None:
-    assert launcher._restart_args(given, RUNNING) == expected
+def test_restart_keeps_what_is_not_given_anew(given: list[str], model: str, flags: list[str]) -> None:
+    request = launcher._restarted(launcher.Request.parse(given), RUNNING)
+    assert (request.model, request.flags, request.port) == (model, flags, 9000)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +288,8 @@ def test_restart_keeps_what_is_not_given_anew(given: list[str], expected: list[s
     ["m.gguf --port 9 --mlock", "--port 9 m.gguf --mlock", "--mlock m.gguf --port 9", "--port 9 -m m.gguf --mlock"],
 )
 def test_the_model_is_found_among_flags(args: str) -> None:
-    model, rest = launcher._split_model(args.split())
-    assert model == "m.gguf" and sorted(rest) == ["--mlock", "--port", "9"]
+    request = launcher.Request.parse(args.split())
+    assert request.model == str(Path("m.gguf").absolute()) and sorted(request.flags) == ["--mlock", "--port=9"]
 
 
 def test_an_api_key_is_in_the_curl_line_and_its_file_is_private(
@@ -229,3 +339,12 @@ def test_catalog_entries_and_discovery(tmp_path: Path, monkeypatch: pytest.Monke
     (hub / "broken.gguf").symlink_to(tmp_path / "gone")
     found = [p for p in catalog.discover() if tmp_path in p.parents]
     assert len(found) == 1  # one file, however many names it has
+
+
+def test_a_user_without_a_home_folder_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(ApuError, match="set HOME"):
+        catalog.discover()
