@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apu_engine.cli import standard_streams
 from apu_engine.errors import ApuError
 from apu_engine.memory.budget import human_bytes, memory_available
 from apu_engine.memory.copies import check_copies
@@ -45,6 +46,7 @@ PROMPT = "The page cache holds the pages of files that were read, so that"
 
 
 def main(argv: list[str] | None = None) -> int:
+    standard_streams()
     args = parse(argv)
     try:
         if args.hold:

@@ -7,6 +7,7 @@ interpreter lock.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -87,7 +88,7 @@ def check(status: int) -> None:
     """
     if status == _OK:
         return
-    message = ffi.string(lib.apu_last_error()).decode(errors="replace") or f"native call failed with status {status}"
+    message = os.fsdecode(ffi.string(lib.apu_last_error())) or f"native call failed with status {status}"
     if status == _E_MAPPING:
         path = faulted() or ""
         raise MappingError(path, message.removeprefix(path).lstrip(": "))
@@ -96,7 +97,7 @@ def check(status: int) -> None:
 
 def guard(address: int, nbytes: int, path: str) -> None:
     """A page fault in [address, address + nbytes) becomes MappingError naming `path`, instead of SIGBUS."""
-    check(lib.apu_mapping_guard(ffi.cast("void *", address), nbytes, path.encode()))
+    check(lib.apu_mapping_guard(ffi.cast("void *", address), nbytes, os.fsencode(path)))
 
 
 def unguard(address: int) -> None:
@@ -107,7 +108,7 @@ def unguard(address: int) -> None:
 def faulted() -> str | None:
     """Path of the first guarded mapping that was found truncated or unreadable, None when all are well."""
     path = lib.apu_mapping_fault()
-    return None if path == ffi.NULL else ffi.string(path).decode(errors="replace")
+    return None if path == ffi.NULL else os.fsdecode(ffi.string(path))
 
 
 @dataclass(frozen=True, slots=True)

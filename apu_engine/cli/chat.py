@@ -56,16 +56,35 @@ def chat(
         prompt = _read_stdin()
     if not interactive and not prompt:
         raise ConfigError("the prompt is empty; give -p TEXT or pipe text in", "prompt")
+    prompt = _typed(prompt or "", "prompt")
     from apu_engine.engine.llm import LLM
 
     with LLM.from_config(config, on_progress=_progress(), for_chat=not raw) as llm:
         for notice in llm.runtime.notices:
             print(f"note: {notice}", file=sys.stderr)
-        session = Session(llm, raw, config.timings, config.system)
+        session = Session(llm, raw, config.timings, _typed(config.system or "", "system"))
         if interactive:
             return repl(session)
         piped = "" if alone else _piped_text()
         return session.once("\n\n".join(part for part in (prompt, piped) if part))
+
+
+def _typed(text: str, option: str) -> str:
+    """An argument's bytes as UTF-8, also where the locale is not: then Python hands them over as surrogates."""
+    import os
+
+    try:
+        return text if _is_utf8(text) else os.fsencode(text).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}: is not UTF-8 text (byte {error.start})", option) from None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _piped_text() -> str:

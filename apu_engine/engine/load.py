@@ -7,6 +7,7 @@ baseline there. `Runtime.close` undoes all of it in reverse order.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.pages import PAGE_TOKENS
 from apu_engine.engine.sampling import sampling_defaults
-from apu_engine.errors import ApuError, ConfigError, ModelError
+from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
 from apu_engine.memory.budget import human_bytes, memory_available
 from apu_engine.memory.mapping import Mapping, Progress, mlock, prefetch
 from apu_engine.weights.model_file import ModelFile
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 STAGES = ("tokenizer", "pool", "map", "load", "ready")
 MAX_OUTPUTS = 32  # output rows of a step: what bounds the logits scratch, and the speed of logits(ids)
+MAX_TEMPLATE_BYTES = 1 << 20
 OnStage = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
 
@@ -250,10 +252,21 @@ def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
 def _template_file(config: EngineConfig) -> str | None:
     if config.chat_template is None:
         return None
+    from apu_engine.memory.files import open_regular
+
+    problem = f"is larger than {MAX_TEMPLATE_BYTES >> 20} MiB; a chat template is a short text"
     try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"chat_template: {config.chat_template}: {error}", "chat_template") from None
+        fd, info = open_regular(config.chat_template)
+        with os.fdopen(fd, "rb") as file:
+            if info.st_size <= MAX_TEMPLATE_BYTES:
+                return file.read(MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 text (byte {error.start})"
+    except MappingError as error:
+        problem = error.problem.replace("a model is", "a chat template is")
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    raise ConfigError(f"chat_template: {config.chat_template}: {problem}", "chat_template")
 
 
 def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:
