@@ -26,7 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from apu_engine.config import EngineConfig
 from apu_engine.errors import ConfigError, MappingError
 from apu_engine.server import body, schema
-from apu_engine.server.errors import ApiError, api_error
+from apu_engine.server.errors import ApiError, api_error, one_line
 from apu_engine.server.hints import curl_line
 from apu_engine.server.openai import SAMPLING_FIELDS, OpenAI, json_response
 
@@ -105,7 +105,7 @@ class Service:
             except MappingError as changed:
                 error = changed
         if error is not None:
-            return json_response({"status": "error", "error": str(error)}, 503)
+            return json_response({"status": "error", "error": one_line(str(error))}, 503)
         report = {
             "status": "ok" if status.state == "ready" else "shutting down",
             "model": self.alias,
@@ -143,7 +143,7 @@ def _piece(raw: bytes) -> str | list[int]:
 
 
 def _model_name(path: str) -> str:
-    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", Path(path).name)
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", one_line(Path(path).name))
 
 
 def make_app(service: Service) -> web.Application:
@@ -181,12 +181,12 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionResetError:
         raise  # the client left
     except web.HTTPException as http:
-        error = ApiError(http.status, f"{request.method} {request.path[:80]}: {http.reason}")
+        error = ApiError(http.status, f"{request.method} {request.raw_path[:80]}: {http.reason}")
         headers = {"Allow": http.headers["Allow"]} if "Allow" in http.headers else {}
     except Exception as other:
         error, headers = api_error(other), {}
     if not error.logged:
-        log.info("%s %s: %d %s", request.method, request.path[:80], error.status, error.message)
+        log.info("%s %s: %d %s", request.method, request.raw_path[:80], error.status, error.message)
     response = error.response(close=request.can_read_body)
     response.headers.update(headers)
     return response

@@ -25,6 +25,7 @@ class ApiError(Exception):
     """An answer other than 200; `param` names the request field that is at fault, `code` is for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        message = one_line(message)
         super().__init__(message)
         self.status = status
         self.message = message
@@ -48,6 +49,11 @@ class ApiError(Exception):
         if close:
             response.force_close()
         return response
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, and with an escape for each byte of a file name that is no UTF-8."""
+    return " ".join(text.splitlines()).encode(errors="backslashreplace").decode()
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -136,7 +136,10 @@ class ChatTemplate:
         }
         special = {name: values.pop(name) for name in self._special if name not in variables}
         dumped = _dump(values)
-        values, twins = self._guard.mark(json.loads(dumped), dumped)
+        try:
+            values, twins = self._guard.mark(json.loads(dumped), dumped)
+        except RecursionError:
+            raise TemplateError("the messages or options are nested too deeply", "input") from None
         rendered = self._worker.render(_dump({**special, **values}).encode())
         return Prompt(self._guard.unescape(rendered, twins), twins)
 

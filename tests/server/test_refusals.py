@@ -221,6 +221,18 @@ async def test_methods_and_paths(served: Served) -> None:
             assert answer.status == status and await answer.read() == b""
 
 
+async def test_log_and_errors_are_single_lines(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "apu_engine.server")
+    async with served.http.get(served.url + "/a%0aERROR%20forged") as answer:
+        assert answer.status == 404
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    status, error = await served.refused("/v1/completions", data=b"abcde", headers=headers)
+    assert status == 400 and "\n" not in error["message"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "apu_engine.server"]
+    assert len(lines) == 2 and not any("\n" in line for line in lines)
+    assert api_error(MappingError("odd-\udcff\n.gguf", "is gone")).message == "odd-\\udcff .gguf: is gone"
+
+
 async def test_api_key() -> None:
     async with serving(api_key="schlüssel") as served:
         for header in (None, "Bearer wrong", "Basic schlüssel", "Bearer", "Bearer \udcff", "schlüssel"):

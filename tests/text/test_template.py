@@ -292,11 +292,12 @@ def test_bad_messages(chatml: ChatTemplate, messages: Any, words: str) -> None:
     assert caught.value.reason == "input"
 
 
-def test_deeply_nested_messages(chatml: ChatTemplate) -> None:
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_deeply_nested_messages(chatml: ChatTemplate, depth: int) -> None:
     nested: Any = "x"
-    for _ in range(100_000):
+    for _ in range(depth):
         nested = [nested]
-    with pytest.raises(TemplateError):
+    with pytest.raises(TemplateError, match=r"nest|recursion"):
         chatml.render([{"role": "user", "content": "a", "extra": nested}])
     assert "hi" in chatml.render([{"role": "user", "content": "hi"}]).text
 
