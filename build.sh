@@ -64,6 +64,10 @@ python=$(find_python) || die "Python 3.10 or newer is missing. Debian/Ubuntu: ap
 cxx=$(find_compiler) || die "a C++20 compiler (g++ 11+ or clang 14+) is missing. Debian/Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Arch: pacman -S gcc"
 export CXX=$cxx
 
+# One build of this folder at a time: a second one waits, then finds everything done.
+if command -v flock >/dev/null 2>&1 && { exec 9<build.sh; } 2>/dev/null; then
+  flock -n 9 || { say "waiting for another build.sh in this folder"; flock 9; }
+fi
 [ $clean = 0 ] || rm -rf .venv build
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   say "making .venv with $("$python" --version)"
@@ -94,6 +98,7 @@ install_extra() { # EXTRA SPEC
 if [ $test = 1 ]; then install_extra test '.[test]'; else install_extra base .; fi
 
 [ $test = 1 ] || exit 0
+exec 9<&- # tests may run this script
 say "small test models"
 .venv/bin/python scripts/fetch_model.py smollm2-135m-instruct gemma3-270m
 say "ruff, clang-format, mypy"
