@@ -15,7 +15,7 @@ from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf
 @pytest.fixture(scope="session")
 def device() -> Iterator[Device]:
     """The CPU with two workers."""
-    with Device.open("cpu", threads=2) as cpu:
+    with Device("cpu", threads=2) as cpu:
         yield cpu
 
 
