@@ -11,6 +11,7 @@ MappingError or a fault of the loop itself ends all jobs and marks the engine as
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -92,6 +93,7 @@ class Engine:
         self.vocabulary = runner.vocabulary
         self._runner = runner
         self._check = check
+        self._pid = os.getpid()
         self._queue_limit = queue
         self._scheduler = Scheduler(PagePool(runner.groups), parallel, runner.max_rows, runner.max_outputs)
         if self._scheduler.pool.reserve(context, runner.max_rows) is None:
@@ -116,6 +118,8 @@ class Engine:
         Raises QueueFullError, EngineClosedError, ContextLengthError, ConfigError for a bad prompt, or the
         MappingError that made the engine fail; the callback is then never called.
         """
+        if self.forked:
+            raise EngineClosedError("the model was loaded before this process was forked; load it again after the fork")
         self._validate(job)
         with self._lock:
             if self._state == "failed":
@@ -160,6 +164,11 @@ class Engine:
             if self._state == "ready":
                 self._state = "draining"
             return self._idle.wait_for(lambda: not (self._active or self._waiting), timeout)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that loaded the model: the threads that run it are not here."""
+        return os.getpid() != self._pid
 
     def close(self, timeout: float = 0.0) -> None:
         """Drain for `timeout` seconds, cancel what is left, and end the thread. Can be called twice."""

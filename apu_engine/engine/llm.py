@@ -173,7 +173,7 @@ class LLM:
         **options: Any,
     ) -> None:
         given = {
-            "model": None if path is None else fspath(path),
+            "model": fspath(path) if isinstance(path, PathLike) else path,
             "device": device,
             "ctx": ctx,
             "threads": threads,
@@ -261,11 +261,13 @@ class LLM:
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`, with BOS where the model wants it; control tokens in it stay text by default."""
+        if not isinstance(text, str):
+            raise ConfigError(f"text: expected a string, found {text!r:.80}", "text")
         return self.tokenizer.encode(text, add_special, parse_special)
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids."""
-        return self.tokenizer.decode(ids, skip_special)
+        return self.tokenizer.decode(_flat_ids(ids, "ids"), skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """What one token stands for: any bytes, not always whole characters."""
@@ -344,6 +346,8 @@ class LLM:
             system = self.config.system
             head = [{"role": "system", "content": system}] if system else []
             messages = [*head, {"role": "user", "content": messages}]
+        if not isinstance(messages, (list, tuple)):
+            raise ConfigError(f"messages: expected text or a list of messages, found {messages!r}", "messages")
         return encode_prompt(self.tokenizer, template.render(messages, **template_options))
 
     def stream_chat(
@@ -363,8 +367,9 @@ class LLM:
         """
         ids = self.chat_tokens(messages, **(template_options or {}))
         job = self._job(ids, max_tokens, sampling, ignore_eos)
-        stop = [stop] if isinstance(stop, str) else stop
-        return Generation(self.runtime, job, self.text_stream([*stop, *self.chat_stop]))
+        from apu_engine.text.stream import check_stop
+
+        return Generation(self.runtime, job, self.text_stream([*check_stop(stop), *self.chat_stop]))
 
     def chat(self, messages: str | Sequence[Message], max_tokens: int | None = None, **options: Any) -> Completion:
         """As `stream_chat`, but waits for the whole answer."""
@@ -387,14 +392,7 @@ class LLM:
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenize(prompt)
-        array = np.asarray(prompt)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ConfigError(
-                f"prompt: expected text or a flat list of token ids, found {array.ndim} dimensions of {array.dtype}",
-                "prompt",
-            )
-        ids: list[int] = array.tolist()
-        return ids
+        return _flat_ids(prompt, "prompt", "text or ")
 
     def _job(self, ids: Sequence[int], max_tokens: int | None, sampling: Mapping[str, Any], ignore_eos: bool) -> Job:
         if max_tokens is None:
@@ -408,3 +406,12 @@ class LLM:
             stop_ids=self.stop_ids,
             ignore_eos=ignore_eos,
         )
+
+
+def _flat_ids(value: Any, name: str, other: str = "") -> list[int]:
+    array = np.asarray(value)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        found = f"{array.ndim} dimensions of {array.dtype}"
+        raise ConfigError(f"{name}: expected {other}a flat list of token ids, found {found}", name)
+    ids: list[int] = array.tolist()
+    return ids

@@ -99,6 +99,8 @@ class Runtime:
 
     def close(self, timeout: float = 0.0) -> None:
         """Ends the engine after at most `timeout` seconds, then frees everything. Harmless twice."""
+        if self.engine.forked:
+            return  # the threads and the template process belong to the parent
         self.engine.close(timeout)
         if self._template is not None:
             self._template.close()

@@ -8,8 +8,12 @@ model whose author mistyped a default still answers.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from apu_engine.config import EngineConfig, spec
 from apu_engine.engine.job import SamplingParams
@@ -58,7 +62,7 @@ def with_overrides(defaults: SamplingParams, **given: Any) -> SamplingParams:
         if name in NAMES:
             changes[name] = spec(name).check(value, "argument")
         elif name == "logit_bias":
-            changes[name] = {int(token): float(bias) for token, bias in dict(value).items()}
+            changes[name] = _checked_bias(value)
         elif name == "logprobs":
             changes[name] = bool(value)
         elif name == "top_logprobs":
@@ -69,3 +73,17 @@ def with_overrides(defaults: SamplingParams, **given: Any) -> SamplingParams:
             known = ", ".join((*NAMES, "logit_bias", "logprobs", "top_logprobs"))
             raise ConfigError(f"{name}: is no sampling parameter; there are {known}", name)
     return replace(defaults, **changes)
+
+
+def _checked_bias(value: Any) -> dict[int, float]:
+    """A copy of {token id: bias}; a bias is a finite number, or -inf for a token that must not be drawn."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"logit_bias: expected token ids with numbers, found {str(value)[:80]}", "logit_bias")
+    for token, bias in value.items():
+        written = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10  # JSON's keys
+        if not written and (isinstance(token, bool) or not isinstance(token, (int, np.integer))):
+            raise ConfigError(f"logit_bias: expected integers as token ids, found {token!r}", "logit_bias")
+        number = isinstance(bias, (int, float, np.number)) and not isinstance(bias, bool)
+        if not number or not float(bias) < math.inf:
+            raise ConfigError(f"logit_bias: expected a finite number or -inf for {token}, found {bias!r}", "logit_bias")
+    return {int(token): float(bias) for token, bias in value.items()}

@@ -81,7 +81,10 @@ class TextStream:
 
 def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
     """Stop strings as a tuple. Raises ConfigError for an empty one, and for too many or too long ones."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    try:
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        raise ConfigError(f"stop: expected a string or a list of strings, found {stop!r}", "stop") from None
     if len(strings) > MAX_STOP_STRINGS:
         raise ConfigError(f"stop: {len(strings)} strings, at most {MAX_STOP_STRINGS} are supported", "stop")
     for string in strings:
