@@ -158,7 +158,7 @@ def make_app(service: Service) -> web.Application:
 
 def make_runner(service: Service) -> web.AppRunner:
     """The application behind aiohttp's HTTP protocol; a client's leaving cancels its handler."""
-    logging.getLogger("aiohttp.server").addFilter(_not_about_bad_http)
+    logging.getLogger("aiohttp.server").addFilter(_not_about_clients)
     return web.AppRunner(
         make_app(service),
         handler_cancellation=True,
@@ -169,9 +169,12 @@ def make_runner(service: Service) -> web.AppRunner:
     )
 
 
-def _not_about_bad_http(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that aiohttp logs for what is not HTTP; whoever sent it gets a 400."""
-    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, web.RequestPayloadError)))
+def _not_about_clients(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that aiohttp logs for what is not HTTP (a 400 tells whoever sent it) and for clients that
+    leave in the middle of their body.
+    """
+    causes = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)
+    return not (record.exc_info and isinstance(record.exc_info[1], causes))
 
 
 @web.middleware

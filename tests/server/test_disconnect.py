@@ -251,3 +251,17 @@ async def test_client_with_a_timeout(served: Served) -> None:
     with pytest.raises(asyncio.TimeoutError):
         await served.post(PATH, CHAT, timeout=timeout)
     await gone(served)
+
+
+async def test_leaving_within_the_body_leaves_no_traceback(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    address = served.url.rpartition("/")[2].split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n"
+    for body in (b"", b'{"prompt"'):
+        _, writer = await asyncio.open_connection(address[0], int(address[1]))
+        writer.write(head + body)
+        await writer.drain()
+        await asyncio.sleep(0.05)  # the handler waits for the rest by now
+        writer.transport.abort()
+    await asyncio.sleep(0.1)
+    assert (await served.http.get(served.url + "/health")).status == 200
+    assert not [record for record in caplog.records if record.exc_info]
