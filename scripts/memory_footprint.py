@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.hold:
             return hold(args)
-        report = inspect(args.pid) if args.pid else measure(args)
+        report = inspect(args.pid) if args.pid is not None else measure(args)
     except ApuError as error:
         print(f"memory_footprint: {error}", file=sys.stderr)
         return 2

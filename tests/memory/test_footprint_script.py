@@ -75,7 +75,11 @@ def test_a_running_process(server: tuple[int, bool]) -> None:
 
 def test_errors_are_one_line() -> None:
     start = time.monotonic()
-    for arguments, words in ((["--pid", "99999999"], "there is no process"), (["/no/model"], "does not exist")):
+    for arguments, words in (
+        (["--pid", "99999999"], "there is no process"),
+        (["--pid", "0"], "there is no process"),
+        (["/no/model"], "does not exist"),
+    ):
         done = subprocess.run(
             [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False, timeout=60
         )
