@@ -450,7 +450,8 @@ def _url_host(host: str) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # whoever read along is gone: no reason to give up a start
+        print(text, file=sys.stderr, flush=True)
 
 
 def _run() -> NoReturn:

@@ -192,6 +192,19 @@ def test_an_interrupted_start_leaves_no_server_behind(tiny_llama: TinyModel, sta
     assert not file.exists() and not psutil.pid_exists(server)
 
 
+def test_a_start_goes_on_when_nobody_reads_its_messages(
+    tiny_llama: TinyModel, port: int, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Deaf:
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Deaf())
+        assert launcher.main([str(tiny_llama.path), "--port", str(port), "-c", "64"]) == 0
+    assert launcher.main(["status", "--port", str(port)]) == 0
+
+
 def test_one_start_at_a_time(tiny_llama: TinyModel, port: int, capsys: pytest.CaptureFixture[str]) -> None:
     with launcher._lock(port):
         assert launcher.main([str(tiny_llama.path), "--port", str(port)]) == 1
