@@ -18,38 +18,43 @@ using namespace apu::quant;
 
 inline constexpr int kGroup = 256; // elements
 
-// The order of a group's 256 integers. natural: as in the row. split: blocks 0 4 1 5 2 6 3 7. The other two hold eight
-// elements of block b and the same eight of block b + 4 side by side, so that the halves of eight blocks come out of
-// two accumulators: nibbles in registers (8 elements, half) with lanes b, pairs in registers (8 elements, b odd) with
-// lanes (b / 2, half).
-enum class Order { natural, split, nibbles, pairs };
+// The order of a group's 256 integers: eight elements of one half stand beside the same eight of another block's, so
+// that two accumulators hold all sixteen halves, two dwords of each. Registers are (first or last 8 elements, which
+// accumulator); by accumulator, lane of four dwords, and its low and high 64 bits:
+//   nibbles: half;                  block lane;                             block, block + 4
+//   pairs:   block mod 2;           2 (block / 2) mod 4 + half;             block, block + 4
+//   quads:   (block / 2) mod 2;     2 (block mod 2) + half;                 block, block + 4
+//   split:   (block / 2) mod 2;     2 (block / 4) + half;                   block, block + 1
+enum class Order { nibbles, pairs, quads, split };
 
+struct Place { // of eight elements
+  int block, half;
+};
+template <Order O> constexpr Place place(int accumulator, int lane, int high) {
+  switch (O) {
+  case Order::nibbles: return {lane + 4 * high, accumulator};
+  case Order::pairs: return {lane / 2 * 2 + accumulator + 4 * high, lane % 2};
+  case Order::quads: return {lane / 2 + 2 * accumulator + 4 * high, lane % 2};
+  default: return {2 * accumulator + lane / 2 * 4 + high, lane % 2};
+  }
+}
 // What stands at dword i of the order: 8 * block + dword of the block.
 template <Order O> constexpr int natural_dword(int i) {
-  const int reg = i / 16, lane = i / 4 % 4, second = i / 2 % 2, low = i % 2;
-  switch (O) {
-  case Order::natural: return i;
-  case Order::split: return 8 * (reg + 4 * (lane / 2)) + i % 8;
-  case Order::nibbles: return 8 * (lane + 4 * second) + 4 * (reg % 2) + 2 * (reg / 2) + low;
-  default: return 8 * (lane / 2 * 2 + reg % 2 + 4 * second) + 4 * (lane % 2) + 2 * (reg / 2) + low;
-  }
+  const Place p = place<O>(i / 16 % 2, i / 4 % 4, i / 2 % 2);
+  return 8 * p.block + 4 * p.half + 2 * (i / 32) + i % 2;
 }
-// Where the sum of half h of block b stands in what the order's dot product leaves, before it is put into planes.
-template <Order O> constexpr int sum_lane(int b, int h) {
-  switch (O) {
-  case Order::natural: return 4 * (2 * (b % 2) + h) + b / 2;
-  case Order::split: return 4 * (2 * (b / 4) + h) + b % 4;
-  case Order::nibbles: return 4 * (b % 4) + 2 * h + b / 4;
-  default: return 4 * (2 * (b % 4 / 2) + h) + 2 * (b % 2) + b / 4;
-  }
+// The plane that stands at dword i of the sums: per lane those of the first accumulator, then of the second.
+template <Order O> constexpr int plane_of(int i) {
+  const Place p = place<O>(i / 2 % 2, i / 4, i % 2);
+  return 8 * p.half + p.block;
 }
-template <Order O> constexpr int plane_of_lane(int lane) {
+template <Order O> constexpr int dword_of_plane(int plane) {
   for (int i = 0; i < 16; i++)
-    if (sum_lane<O>(i % 8, i / 8) == lane) return i;
+    if (plane_of<O>(i) == plane) return i;
   return 0;
 }
-template <Order O> inline constexpr Table<int32_t> kToPlanes{[](int i) { return sum_lane<O>(i % 8, i / 8); }};
-template <Order O> inline constexpr Table<int32_t> kFromPlanes{[](int i) { return plane_of_lane<O>(i); }};
+template <Order O> inline constexpr Table<int32_t> kToPlanes{[](int i) { return dword_of_plane<O>(i); }};
+template <Order O> inline constexpr Table<int32_t> kFromPlanes{[](int i) { return plane_of<O>(i); }};
 
 template <Order O> APU_INLINE __m512i to_planes(__m512i sums) {
   return _mm512_permutexvar_epi32(kToPlanes<O>, sums);
@@ -64,27 +69,21 @@ APU_INLINE __m512i add_even_odd(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)),
                           _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
 }
-// Per lane the sums of a's, b's, c's and d's four dwords.
-APU_INLINE __m512i add_four(const __m512i *r) {
-  __m512i t[2];
-  for (int i = 0; i < 2; i++)
-    t[i] =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
-  return _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
+// The two accumulators of a group and a row.
+APU_INLINE void dot_registers(const __m512i *q, const int8_t *y, __m512i &first, __m512i &second) {
+  first = _mm512_dpbusd_epi32(dot4(q[0], y), q[2], load512(y + 128));
+  second = _mm512_dpbusd_epi32(dot4(q[1], y + 64), q[3], load512(y + 192));
+}
+// Registers of two times 64 elements to those of an order, by eights.
+APU_INLINE void interleave(__m512i a, __m512i b, __m512i &first, __m512i &last) {
+  first = _mm512_unpacklo_epi64(a, b);
+  last = _mm512_unpackhi_epi64(a, b);
 }
 
 // I_0 * d_0 + I_1 * d_1 as the canonical step has it; d in planes.
 APU_INLINE __m256 add_halves(__m512 planes, const float *d) {
   const __m256 first = _mm256_mul_ps(_mm512_castps512_ps256(planes), _mm256_loadu_ps(d));
   return _mm256_fmadd_ps(_mm512_extractf32x8_ps(planes, 1), _mm256_loadu_ps(d + 8), first);
-}
-
-// Sums of sixteen halves of a group of int8 values, in planes.
-APU_INLINE __m512i half_sums(const int8_t *q) {
-  __m512i r[4];
-  for (int i = 0; i < 4; i++)
-    r[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), load512(q + 64 * i));
-  return to_planes<Order::natural>(add_four(r));
 }
 
 // acc + wm * s; the groups of K-quants hold the value that is subtracted.
@@ -131,12 +130,6 @@ template <class B> struct NibbleGroup {
     }
     return t;
   }
-  static Tail tail_twice(int blocks) { // of at most four blocks, in both quads
-    Tail t = tail(blocks);
-    t.first[1] = t.first[0];
-    t.rest[1] = t.rest[0];
-    return t;
-  }
 
   static constexpr int index(int offset) { return offset < 64 ? offset : 64 + offset - kSecond; }
   static constexpr int block(int j) { return j * static_cast<int>(sizeof(B)); }
@@ -173,7 +166,7 @@ template <class B> struct NibbleGroup {
   }
 
   template <bool Masked, int Quads> static APU_INLINE NibbleGroup load(const uint8_t *p, const Tail &t) {
-    if constexpr (Masked || sizeof(B) != sizeof(Q4_0)) return load_quads<Masked, Quads>(p, p + kQuad, t);
+    if constexpr (Masked || sizeof(B) != sizeof(Q4_0)) return load_two<Masked, Quads>(p, p + kQuad, t);
     // Blocks so small that eight bytes of each of four lie within 64: two shuffles less.
     NibbleGroup g;
     const __m512i first = loaded(load512(p)), second = loaded(load512(p + kQuad));
@@ -186,13 +179,18 @@ template <class B> struct NibbleGroup {
   APU_INLINE void split(__m512i first, __m512i last) {
     const __m512i low4 = _mm512_set1_epi8(15);
     q[0] = _mm512_and_si512(first, low4);
-    q[1] = high_nibbles(first);
     q[2] = _mm512_and_si512(last, low4);
+    q[1] = high_nibbles(first);
     q[3] = high_nibbles(last);
   }
-  // The two quads from anywhere.
+  // At most four blocks at each place.
+  static APU_INLINE NibbleGroup load_quads(const uint8_t *quad0, const uint8_t *quad1, Tail t) {
+    t.first[1] = t.first[0];
+    t.rest[1] = t.rest[0];
+    return load_two<true, 2>(quad0, quad1, t);
+  }
   template <bool Masked, int Quads>
-  static APU_INLINE NibbleGroup load_quads(const uint8_t *quad0, const uint8_t *quad1, const Tail &t) {
+  static APU_INLINE NibbleGroup load_two(const uint8_t *quad0, const uint8_t *quad1, const Tail &t) {
     NibbleGroup g;
     const __m512i low4 = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
     __m512i first[2] = {zero, zero}, rest[2] = {zero, zero}, nibbles[2] = {zero, zero}, low[2], high[2];
@@ -226,10 +224,8 @@ template <class B> struct NibbleGroup {
       }
     }
     if constexpr (kFive) {
-      g.q[0] = _mm512_unpacklo_epi64(low[0], low[1]);
-      g.q[1] = _mm512_unpacklo_epi64(high[0], high[1]);
-      g.q[2] = _mm512_unpackhi_epi64(low[0], low[1]);
-      g.q[3] = _mm512_unpackhi_epi64(high[0], high[1]);
+      interleave(low[0], low[1], g.q[0], g.q[2]);
+      interleave(high[0], high[1], g.q[1], g.q[3]);
     } else {
       g.split(_mm512_unpacklo_epi64(nibbles[0], nibbles[1]), _mm512_unpackhi_epi64(nibbles[0], nibbles[1]));
     }
@@ -254,9 +250,9 @@ template <class B> struct NibbleGroup {
 
   // c: -offset * sum(y) of the halves, where the sums stand.
   APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
-    const __m512i low = _mm512_dpbusd_epi32(dot4(q[0], y), q[2], load512(y + 128)); // 8 * 31 * 127 < 2^15
-    const __m512i high = _mm512_dpbusd_epi32(dot4(q[1], y + 64), q[3], load512(y + 192));
-    const __m512i words = _mm512_packs_epi32(low, high), ones = _mm512_set1_epi16(1);
+    __m512i low, high;
+    dot_registers(q, y, low, high);
+    const __m512i words = _mm512_packs_epi32(low, high), ones = _mm512_set1_epi16(1); // 8 * 31 * 127 < 2^15
     return to_planes<kOrder>(kMin ? _mm512_madd_epi16(words, ones) : _mm512_dpwssd_epi32(load512(c), words, ones));
   }
 };
@@ -279,8 +275,9 @@ inline constexpr Table<uint16_t> kQ8Scales[2] = {Table<uint16_t>{[](int i) { ret
                                                  Table<uint16_t>{[](int i) { return i % 4 * 17 + 4; }}};
 
 template <> struct Group<Q8_0> {
-  static constexpr Order kOrder = Order::natural;
+  static constexpr Order kOrder = Order::quads;
   static constexpr int kBytes = 8 * sizeof(Q8_0);
+  static constexpr int kQuad = 4 * sizeof(Q8_0);
 
   __m512i q[4];
   __m256 ws, wm;
@@ -295,7 +292,6 @@ template <> struct Group<Q8_0> {
   }
 
   template <bool Masked, int Quads> static APU_INLINE Group load(const uint8_t *p, const Tail &t) {
-    Group g;
     __m512i part[5];
     for (int i = 0; i < 5; i++) {
       if (i > 2 * Quads)
@@ -305,21 +301,43 @@ template <> struct Group<Q8_0> {
       else
         part[i] = i < 4 ? loaded(load512(p + 64 * i)) : _mm512_castsi128_si512(load128(p + 64 * i));
     }
-    for (int i = 0; i < 4; i++) {
-      const __m512i pair = _mm512_permutex2var_epi8(part[i], kQ8Pair[i], part[i + 1]);
-      g.q[i] = _mm512_xor_si512(pair, _mm512_set1_epi8(-128));
+    return unpack(part, kQ8Pair[2], kQ8Pair[3], part + 2, kQ8Scales[1]);
+  }
+  // At most four blocks at each place.
+  static APU_INLINE Group load_quads(const uint8_t *quad0, const uint8_t *quad1, const Tail &t) {
+    __m512i part[6];
+    for (int i = 0; i < 3; i++) {
+      part[i] = _mm512_maskz_loadu_epi8(t.part[i], quad0 + 64 * i);
+      part[3 + i] = _mm512_maskz_loadu_epi8(t.part[i], quad1 + 64 * i);
     }
-    const __m512i low = _mm512_permutex2var_epi16(part[0], kQ8Scales[0], part[1]);
-    const __m512i high = _mm512_permutex2var_epi16(part[2], kQ8Scales[1], part[3]);
+    return unpack(part, kQ8Pair[0], kQ8Pair[1], part + 3, kQ8Scales[0]);
+  }
+
+private:
+  // Blocks 0..3 lie in three registers from `first` on, 4..7 from `second` on.
+  static APU_INLINE Group unpack(const __m512i *first, const Table<uint8_t> &pair2, const Table<uint8_t> &pair3,
+                                 const __m512i *second, const Table<uint16_t> &scales) {
+    const __m512i sign = _mm512_set1_epi8(-128);
+    const __m512i a = _mm512_permutex2var_epi8(first[0], kQ8Pair[0], first[1]);
+    const __m512i b = _mm512_permutex2var_epi8(first[1], kQ8Pair[1], first[2]);
+    const __m512i c = _mm512_permutex2var_epi8(second[0], pair2, second[1]);
+    const __m512i d = _mm512_permutex2var_epi8(second[1], pair3, second[2]);
+    Group g;
+    interleave(a, c, g.q[0], g.q[2]);
+    interleave(b, d, g.q[1], g.q[3]);
+    for (int i = 0; i < 4; i++) g.q[i] = _mm512_xor_si512(g.q[i], sign);
+    const __m512i low = _mm512_permutex2var_epi16(first[0], kQ8Scales[0], first[1]);
+    const __m512i high = _mm512_permutex2var_epi16(second[0], scales, second[1]);
     g.ws = _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm512_castsi512_si128(low), _mm512_castsi512_si128(high)));
     return g;
   }
 
+public:
   // c: -128 * sum(y) of the halves, in planes.
   APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
-    __m512i r[4];
-    for (int i = 0; i < 4; i++) r[i] = dot4(q[i], y + 64 * i);
-    return _mm512_add_epi32(to_planes<kOrder>(add_four(r)), load512(c));
+    __m512i first, second;
+    dot_registers(q, y, first, second);
+    return _mm512_add_epi32(to_planes<kOrder>(add_even_odd(first, second)), load512(c));
   }
 };
 
@@ -391,8 +409,8 @@ template <class B> struct PairsGroup {
   }
 
   APU_INLINE __m512i dot(const int8_t *y, const int32_t *) const {
-    const __m512i even = _mm512_dpbusd_epi32(dot4(q[0], y), q[2], load512(y + 128)); // 8 * 31 * 127 < 2^15
-    const __m512i odd = _mm512_dpbusd_epi32(dot4(q[1], y + 64), q[3], load512(y + 192));
+    __m512i even, odd;
+    dot_registers(q, y, even, odd); // 8 * 31 * 127 < 2^15
     return to_planes<kOrder>(_mm512_madd_epi16(_mm512_packs_epi32(even, odd), _mm512_set1_epi16(1)));
   }
 };
@@ -432,10 +450,12 @@ template <class B, Order O> struct HalvesGroup {
 
   // Without the scales; c: -offset * sum(y) of the halves, in planes.
   APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
-    const __m512i ones = _mm512_set1_epi16(1); // 4 * 63 * 127 < 2^15
-    const __m512i a = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[0], y), dot4(q[1], y + 64)), ones);
-    const __m512i b = _mm512_madd_epi16(_mm512_packs_epi32(dot4(q[2], y + 128), dot4(q[3], y + 192)), ones);
-    const __m512i sums = to_planes<O>(add_even_odd(a, b));
+    __m512i first, second;
+    dot_registers(q, y, first, second);
+    const bool narrow = sizeof(B) != sizeof(Q6_K); // 8 * 7 * 127 < 2^15
+    const __m512i sums =
+        to_planes<O>(narrow ? _mm512_madd_epi16(_mm512_packs_epi32(first, second), _mm512_set1_epi16(1))
+                            : add_even_odd(first, second));
     return kOffset == 0 ? sums : _mm512_add_epi32(sums, load512(c));
   }
   // In planes, as floats.
@@ -449,16 +469,19 @@ APU_INLINE __m256 broadcast_f16(const uint8_t *p) {
   return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(h)));
 }
 
-template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::natural> {
+template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::quads> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i low4 = _mm512_set1_epi8(15);
+    __m512i z[4];
     for (int i = 0; i < 2; i++) {
       const __m512i nibbles = loaded(load512(p + 64 * i));
       const __m512i bits = _mm512_broadcast_i64x4(load256(p + 128 + 32 * i));
-      g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
-      g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
+      z[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
+      z[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
     }
+    interleave(z[0], z[2], g.q[0], g.q[2]);
+    interleave(z[1], z[3], g.q[1], g.q[3]);
     g.scales = load128(p + 192);
     g.ws = broadcast_f16(p + 208);
     return g;
@@ -469,10 +492,12 @@ template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i bits = loaded(load512(p + 16)), low2 = _mm512_set1_epi8(3);
-    g.q[0] = _mm512_and_si512(bits, low2);
-    g.q[1] = _mm512_and_si512(_mm512_srli_epi16(bits, 2), low2);
-    g.q[2] = _mm512_and_si512(_mm512_srli_epi16(bits, 4), low2);
-    g.q[3] = _mm512_and_si512(_mm512_srli_epi16(bits, 6), low2);
+    __m512i first, last; // blocks 0 4 beside 1 5, and 2 6 beside 3 7 four bits higher
+    interleave(bits, _mm512_srli_epi16(bits, 2), first, last);
+    g.q[0] = _mm512_and_si512(first, low2);
+    g.q[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low2);
+    g.q[2] = _mm512_and_si512(last, low2);
+    g.q[3] = _mm512_and_si512(_mm512_srli_epi16(last, 4), low2);
     g.scales = _mm_and_si128(load128(p), _mm_set1_epi8(15));
     g.mins = _mm_and_si128(_mm_srli_epi16(load128(p), 4), _mm_set1_epi8(15));
     g.ws = broadcast_f16(p + 80);
@@ -485,10 +510,12 @@ template <> struct Group<Q3_K> : HalvesGroup<Q3_K, Order::split> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i high = _mm512_broadcast_i64x4(load256(p)), bits = loaded(load512(p + 32)), low2 = _mm512_set1_epi8(3);
-    g.q[0] = _mm512_ternarylogic_epi64(bits, low2, high_bit<0, 4, 2>(high), 0xea); // (a & b) | c
-    g.q[1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 2), low2, high_bit<1, 5, 2>(high), 0xea);
-    g.q[2] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 4), low2, high_bit<2, 6, 2>(high), 0xea);
-    g.q[3] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 6), low2, high_bit<3, 7, 2>(high), 0xea);
+    const __m512i z[4] = {_mm512_ternarylogic_epi64(bits, low2, high_bit<0, 4, 2>(high), 0xea), // (a & b) | c
+                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 2), low2, high_bit<1, 5, 2>(high), 0xea),
+                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 4), low2, high_bit<2, 6, 2>(high), 0xea),
+                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 6), low2, high_bit<3, 7, 2>(high), 0xea)};
+    interleave(z[0], z[1], g.q[0], g.q[2]);
+    interleave(z[2], z[3], g.q[1], g.q[3]);
     uint64_t low;
     uint32_t top;
     memcpy(&low, p + 96, 8);

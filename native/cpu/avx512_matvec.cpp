@@ -30,23 +30,21 @@ constexpr size_t kGroupBytes = kGroup + 4 * 2 * kLanes;
 
 // 256 bytes of eight blocks to another order.
 template <Order O> APU_INLINE void reorder(const int8_t *from, int8_t *to) {
-  __m512i z[4], to_regs[4];
+  __m512i z[4], q[4];
   for (int i = 0; i < 4; i++) z[i] = load512(from + 64 * i);
-  if constexpr (O == Order::split) {
-    for (int i = 0; i < 2; i++) {
-      to_regs[2 * i] = _mm512_shuffle_i64x2(z[i], z[i + 2], 0x44);
-      to_regs[2 * i + 1] = _mm512_shuffle_i64x2(z[i], z[i + 2], 0xee);
-    }
-  } else { // lanes of blocks 0..3 and of the same of 4..7, then their eight bytes side by side
-    constexpr int low = O == Order::nibbles ? 0x88 : 0x44, high = O == Order::nibbles ? 0xdd : 0xee;
-    const __m512i a = _mm512_shuffle_i64x2(z[0], z[1], low), b = _mm512_shuffle_i64x2(z[2], z[3], low);
-    const __m512i c = _mm512_shuffle_i64x2(z[0], z[1], high), d = _mm512_shuffle_i64x2(z[2], z[3], high);
-    to_regs[0] = _mm512_unpacklo_epi64(a, b);
-    to_regs[1] = _mm512_unpacklo_epi64(c, d);
-    to_regs[2] = _mm512_unpackhi_epi64(a, b);
-    to_regs[3] = _mm512_unpackhi_epi64(c, d);
+  if constexpr (O == Order::quads) {
+    interleave(z[0], z[2], q[0], q[2]);
+    interleave(z[1], z[3], q[1], q[3]);
+  } else if constexpr (O == Order::split) {
+    for (int i = 0; i < 2; i++)
+      interleave(_mm512_shuffle_i64x2(z[i], z[i + 2], 0x44), _mm512_shuffle_i64x2(z[i], z[i + 2], 0xee), q[i],
+                 q[i + 2]);
+  } else {
+    constexpr int even = O == Order::nibbles ? 0x88 : 0x44, odd = O == Order::nibbles ? 0xdd : 0xee;
+    interleave(_mm512_shuffle_i64x2(z[0], z[1], even), _mm512_shuffle_i64x2(z[2], z[3], even), q[0], q[2]);
+    interleave(_mm512_shuffle_i64x2(z[0], z[1], odd), _mm512_shuffle_i64x2(z[2], z[3], odd), q[1], q[3]);
   }
-  for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, to_regs[i]);
+  for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, q[i]);
 }
 
 template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
@@ -56,13 +54,13 @@ template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
   auto *y = reinterpret_cast<int8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
   auto *c = reinterpret_cast<int32_t *>(y + all * kGroup);
   for (size_t g = 0; g < all; g++) {
-    if constexpr (order != Order::natural) reorder<order>(a.q + g * kGroup, y + g * kGroup);
+    reorder<order>(a.q + g * kGroup, y + g * kGroup);
     if constexpr (offset == 0) continue;
     __m512i sums = _mm512_mullo_epi32(load512(a.sum16 + 16 * g), _mm512_set1_epi32(-offset));
     if constexpr (order == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<order>, sums);
     _mm512_store_si512(c + 16 * g, sums);
   }
-  return {order == Order::natural ? a.q : y, c, a.d, a.s16, a.s, groups};
+  return {y, c, a.d, a.s16, a.s, groups};
 }
 
 // The canonical step of a group's eight blocks for T rows.
@@ -80,58 +78,67 @@ template <class B, int T, class W> APU_INLINE void accumulate(const W &w, const 
   }
 }
 
-// All full groups of a row; returns what follows them.
-template <class B, int T>
-APU_INLINE const uint8_t *full_groups(const uint8_t *p, const Packed &a, size_t full, __m256 *acc) {
-  using G = Group<B>;
-  for (int t = 0; t < T; t++) acc[t] = _mm256_setzero_ps();
-#pragma GCC unroll 1
-  for (size_t g = 0; g < full; g++, p += G::kBytes) {
-    for (int i = 0; i < G::kBytes; i += 64)
-      _mm_prefetch(reinterpret_cast<const char *>(p) + kPrefetch + i, _MM_HINT_T0);
-    accumulate<B, T>(G::template load<false, 2>(p, {}), a, g, acc);
-  }
-  return p;
-}
-
-template <class B, int T>
-__attribute__((noinline)) void rows(const Matrix &w, const Packed &a, uint32_t begin, uint32_t end, float *y,
-                                    size_t y_stride) {
+// R neighbouring rows of the matrix at a time, begin to end (a multiple of R rows). `ends` holds the last group's
+// activations with its first four blocks twice: where rows end in at most four blocks (K = 576, 640), the ends of two
+// rows make one group.
+template <class B, int T, int R>
+__attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Packed &ends, uint32_t begin, uint32_t end,
+                                    float *y, size_t y_stride) {
   using G = Group<B>;
   const size_t full = w.k / kGroup;
   const int rest = static_cast<int>(w.k % kGroup / kBlock); // blocks of the last group; 0 for K-quants
   const auto tail = G::tail(rest);
   const uint8_t *row = w.data + begin * w.row_stride;
-  for (uint32_t n = begin; n < end; n++, row += w.row_stride) {
-    __m256 acc[T];
-    const uint8_t *p = full_groups<B, T>(row, a, full, acc);
-    if constexpr (Traits<B>::elements == kBlock) {
-      if (rest > 4)
-        accumulate<B, T>(G::template load<true, 2>(p, tail), a, full, acc);
-      else if (rest > 0)
-        accumulate<B, T>(G::template load<true, 1>(p, tail), a, full, acc);
+  for (uint32_t n = begin; n < end; n += R, row += R * w.row_stride, y += R) {
+    __m256 acc[R][T];
+    const uint8_t *p[R];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) {
+      for (int t = 0; t < T; t++) acc[r][t] = _mm256_setzero_ps();
+      p[r] = row + r * w.row_stride;
+#pragma GCC unroll 1
+      for (size_t g = 0; g < full; g++, p[r] += G::kBytes) {
+        for (int i = 0; i < G::kBytes; i += 64)
+          _mm_prefetch(reinterpret_cast<const char *>(p[r]) + kPrefetch + i, _MM_HINT_T0);
+        accumulate<B, T>(G::template load<false, 2>(p[r], tail), a, g, acc[r]);
+      }
     }
-    for (int t = 0; t < T; t++) y[t * y_stride + (n - begin)] = sum8(acc[t]);
+    if constexpr (Traits<B>::elements == kBlock) {
+      if constexpr (R == 2) {
+        __m256 both[T];
+        for (int t = 0; t < T; t++) both[t] = _mm256_insertf128_ps(acc[0][t], _mm256_castps256_ps128(acc[R - 1][t]), 1);
+        accumulate<B, T>(G::load_quads(p[0], p[R - 1], tail), ends, 0, both);
+        for (int t = 0; t < T; t++) {
+          acc[0][t] = _mm256_blend_ps(acc[0][t], both[t], 0x0f);
+          acc[R - 1][t] = _mm256_insertf128_ps(acc[R - 1][t], _mm256_extractf128_ps(both[t], 1), 0);
+        }
+      } else {
+        for (int r = 0; r < R; r++) {
+          if (rest > 4)
+            accumulate<B, T>(G::template load<true, 2>(p[r], tail), a, full, acc[r]);
+          else if (rest > 0)
+            accumulate<B, T>(G::template load<true, 1>(p[r], tail), a, full, acc[r]);
+        }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++) y[t * y_stride + r] = sum8(acc[r][t]);
   }
 }
 
-// One or two rows of activations, and matrix rows that end in at most four blocks (K = 576, 640): the ends of two rows
-// make one group. Returns how many rows it did.
+// Rows by twos, for at most four blocks in the last group.
 template <class B, int T>
-__attribute__((noinline)) uint32_t row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t begin,
-                                             uint32_t end, float *y, size_t y_stride) {
-  using G = Group<B>;
-  const size_t full = w.k / kGroup;
-  const auto tail = G::tail_twice(static_cast<int>(w.k % kGroup / kBlock));
+void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t begin, uint32_t end, float *y,
+               size_t y_stride) {
   alignas(64) int8_t q[T * kGroup];
   alignas(64) float d[T * 16], s16[T * 16], s[T * 8];
   alignas(64) int32_t sum16[T * 16];
   alignas(64) uint8_t work[T * kGroupBytes];
-  for (int t = 0; t < T; t++) { // the last group with its first four blocks twice
-    const size_t at = t * a.groups + full;
+  for (int t = 0; t < T; t++) {
+    const size_t at = (t + 1) * a.groups - 1;
     for (int i = 0; i < 2; i++) {
       memcpy(q + t * kGroup + 128 * i, all.q + at * kGroup, 128);
-      memcpy(s + 8 * t + 4 * i, a.s + 8 * at, 16);
+      memcpy(s + 8 * t + 4 * i, all.s + 8 * at, 16);
       for (int h = 0; h < 2; h++) {
         memcpy(d + 16 * t + 8 * h + 4 * i, all.d + 16 * at + 8 * h, 16);
         memcpy(s16 + 16 * t + 8 * h + 4 * i, all.s16 + 16 * at + 8 * h, 16);
@@ -139,44 +146,31 @@ __attribute__((noinline)) uint32_t row_pairs(const Matrix &w, const ActBlocks &a
       }
     }
   }
-  const Packed twice = pack<B>({q, d, s16, s, sum16, kLanes}, T, work);
-  const uint8_t *row = w.data + begin * w.row_stride;
-  uint32_t n = begin;
-  for (; n + 2 <= end; n += 2, row += 2 * w.row_stride) {
-    __m256 first[T], second[T], lows[T];
-    const uint8_t *p0 = full_groups<B, T>(row, a, full, first);
-    const uint8_t *p1 = full_groups<B, T>(row + w.row_stride, a, full, second);
-    for (int t = 0; t < T; t++) lows[t] = _mm256_insertf128_ps(first[t], _mm256_castps256_ps128(second[t]), 1);
-    accumulate<B, T>(G::template load_quads<true, 2>(p0, p1, tail), twice, 0, lows);
-    for (int t = 0; t < T; t++) {
-      y[t * y_stride + (n - begin)] = sum8(_mm256_blend_ps(first[t], lows[t], 0x0f));
-      y[t * y_stride + (n - begin) + 1] = sum8(_mm256_insertf128_ps(second[t], _mm256_extractf128_ps(lows[t], 1), 0));
-    }
-  }
-  return n - begin;
+  const Packed ends = pack<B>({q, d, s16, s, sum16, kLanes}, T, work);
+  const uint32_t even = begin + (end - begin) / 2 * 2;
+  rows<B, T, 2>(w, a, ends, begin, even, y, y_stride);
+  rows<B, T, 1>(w, a, ends, even, end, y + (even - begin), y_stride);
 }
 
 template <class B>
 void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
-  const uint32_t rest = w.k % kGroup / kBlock;
-  if constexpr (Group<B>::kOrder == Order::nibbles) {
+  if constexpr (Traits<B>::elements == kBlock) {
+    const uint32_t rest = w.k % kGroup / kBlock;
     if (count <= 2 && rest >= 1 && rest <= 4) {
-      const uint32_t done = count == 1 ? row_pairs<B, 1>(w, a, packed, begin, end, y, y_stride)
-                                       : row_pairs<B, 2>(w, a, packed, begin, end, y, y_stride);
-      begin += done;
-      y += done;
+      if (count == 1) return row_pairs<B, 1>(w, a, packed, begin, end, y, y_stride);
+      return row_pairs<B, 2>(w, a, packed, begin, end, y, y_stride);
     }
   }
   switch (count) {
-  case 1: return rows<B, 1>(w, packed, begin, end, y, y_stride);
-  case 2: return rows<B, 2>(w, packed, begin, end, y, y_stride);
-  case 3: return rows<B, 3>(w, packed, begin, end, y, y_stride);
-  case 4: return rows<B, 4>(w, packed, begin, end, y, y_stride);
-  case 5: return rows<B, 5>(w, packed, begin, end, y, y_stride);
-  case 6: return rows<B, 6>(w, packed, begin, end, y, y_stride);
-  default: return rows<B, 7>(w, packed, begin, end, y, y_stride);
+  case 1: return rows<B, 1, 1>(w, packed, packed, begin, end, y, y_stride);
+  case 2: return rows<B, 2, 1>(w, packed, packed, begin, end, y, y_stride);
+  case 3: return rows<B, 3, 1>(w, packed, packed, begin, end, y, y_stride);
+  case 4: return rows<B, 4, 1>(w, packed, packed, begin, end, y, y_stride);
+  case 5: return rows<B, 5, 1>(w, packed, packed, begin, end, y, y_stride);
+  case 6: return rows<B, 6, 1>(w, packed, packed, begin, end, y, y_stride);
+  default: return rows<B, 7, 1>(w, packed, packed, begin, end, y, y_stride);
   }
 }
 

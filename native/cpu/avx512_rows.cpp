@@ -1,7 +1,7 @@
 // Quantisation of activations (the bits of quant/activations.h) and row helpers of norms, attention and activation
 // functions. The helpers are accurate to a few units in the last place but need not have the same bits at every level.
 #include "avx512.h"
-#include "avx512_group.h"
+#include "avx512_common.h"
 
 #ifdef APU_AVX512
 
@@ -102,6 +102,19 @@ APU_INLINE void activate(const float *gate, const float *up, float *out, uint32_
 } // namespace
 
 namespace {
+
+// Sums of the sixteen halves of a group of int8 values, in planes.
+APU_INLINE __m512i half_sums(const int8_t *q) {
+  static constexpr Table<int32_t> planes{[](int i) { return 4 * (2 * (i % 2) + i / 8) + i % 8 / 2; }};
+  __m512i r[4], t[2];
+  for (int i = 0; i < 4; i++)
+    r[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), load512(q + 64 * i));
+  for (int i = 0; i < 2; i++)
+    t[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
+  const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
+  return _mm512_permutexvar_epi32(planes, sums);
+}
 
 // One of 16 numbers from each of 16 vectors: the largest as unsigned integers.
 APU_INLINE __m512i max_of_each(__m512i *v) {
