@@ -73,7 +73,7 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
   say "making .venv with $("$python" --version)"
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     die "Python's venv module is missing. Debian/Ubuntu: apt install python3-venv; Fedora: dnf install python3; Arch: pacman -S python"
-  "$python" -m venv .venv || die "could not make .venv in $PWD (is the folder writable, is the disk full?)"
+  "$python" -m venv .venv || die "could not make .venv in $PWD (is the folder writable, is the disk full? ./build.sh --clean removes a .venv that does not work)"
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 

@@ -241,7 +241,7 @@ class EngineConfig:
         "-t",
         group="model",
         lo=0,
-        hi=1024,
+        hi=512,
         default_text="0 (physical cores)",
     )
     isa: str = _option(

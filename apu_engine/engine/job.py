@@ -111,17 +111,21 @@ class EngineClosedError(ApuError):
 
 
 class ContextLengthError(ApuError):
-    """A prompt does not fit the context: `prompt_tokens` and `context` are the two numbers."""
+    """A prompt does not fit the context: `prompt_tokens` and `context` are the two numbers.
 
-    def __init__(self, prompt_tokens: int, context: int, room: int = 1) -> None:
-        super().__init__(prompt_tokens, context, room)
+    `bound`: `prompt_tokens` is what the text's length alone implies; it was not worth encoding.
+    """
+
+    def __init__(self, prompt_tokens: int, context: int, room: int = 1, bound: bool = False) -> None:
+        super().__init__(prompt_tokens, context, room, bound)
         self.prompt_tokens = prompt_tokens
         self.context = context
         self.room = room
+        self.bound = bound
 
     def __str__(self) -> str:
         tail = f" and needs room for {self.room} more" if self.room else ""
         return (
-            f"the prompt has {self.prompt_tokens} tokens{tail}, but the context holds {self.context}; "
+            f"the prompt has {'at least ' if self.bound else ''}{self.prompt_tokens} tokens{tail}, but the context holds {self.context}; "
             "shorten it or load the model with a larger ctx"
         )

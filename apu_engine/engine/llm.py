@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from types import TracebackType
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.config import EngineConfig
-from apu_engine.engine.job import Done, FinishReason, Job, Timings, TokenEvent
+from apu_engine.engine.job import ContextLengthError, Done, FinishReason, Job, Timings, TokenEvent
 from apu_engine.engine.load import OnProgress, OnStage, Runtime, load, summary
 from apu_engine.engine.sampling import with_overrides
 from apu_engine.errors import ConfigError
@@ -264,6 +264,14 @@ class LLM:
         if not isinstance(text, str):
             raise ConfigError(f"text: expected a string, found {text!r:.80}", "text")
         return self.tokenizer.encode(text, add_special, parse_special)
+
+    def check_length(self, texts: Iterable[str]) -> None:
+        """Raises ContextLengthError for a prompt too long by its characters alone, which can take long to encode."""
+        characters = sum(map(len, texts))
+        if characters > 16 * self.context:  # the usual case costs no look at the vocabulary
+            least = -(-characters // self.tokenizer.longest)
+            if least > self.context:
+                raise ContextLengthError(least, self.context, bound=True)
 
     def detokenize(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ class OpenAI:
         messages = schema.plain_messages(asked.messages)
         options = schema.template_options(asked.chat_template_kwargs)
         stream = llm.text_stream([*schema.stop_strings(asked.stop), *llm.chat_stop])
+        _check_length(llm, (message["content"] for message in messages), "messages")
         prompt = await asyncio.to_thread(llm.chat_tokens, messages, **options)
         limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         if limit is None:
@@ -190,10 +191,19 @@ class OpenAI:
         return events.response
 
 
+def _check_length(llm: LLM, texts: Iterable[str], field: str) -> None:
+    """Refuses at once what encoding would only refuse after many seconds."""
+    try:
+        llm.check_length(texts)
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), field, "context_length_exceeded") from error
+
+
 def _prompt_tokens(llm: LLM, prompt: str | list[Any]) -> list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str):
+        _check_length(llm, [prompt], "prompt")
         return llm.tokenize(prompt)
     if any(isinstance(item, (str, list)) for item in prompt):
         schema.invalid("prompt", "one prompt a request is supported, found several", "unsupported_field")

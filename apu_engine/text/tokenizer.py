@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,6 +85,11 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """The entry as the vocabulary spells it."""
         return self._tokens[self._checked(token_id)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token: a text of n characters has at least n / longest tokens."""
+        return max(map(len, self._tokens), default=1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for: any bytes, not always whole characters."""

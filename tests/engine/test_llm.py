@@ -172,6 +172,9 @@ def test_bad_prompts_name_both_numbers(llama: LLM) -> None:
         llama.generate("")
     with pytest.raises(ContextLengthError, match=r"has 300 tokens.*holds 256"):
         llama.generate([1] * 300)
+    llama.check_length(["x" * 256])
+    with pytest.raises(ContextLengthError, match=r"at least \d+ tokens.*holds 256"):
+        llama.check_length(["x"] * 100_000)
     with pytest.raises(ConfigError, match="flat list of token ids, found 1 dimensions of float64"):
         llama.generate([1.5, 2.0])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="max_tokens"):

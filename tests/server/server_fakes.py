@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from aiohttp import web
 
 from apu_engine.config import EngineConfig
 from apu_engine.engine.engine import Engine, StepCancelled
-from apu_engine.engine.job import SamplingParams, TokenEvent
+from apu_engine.engine.job import ContextLengthError, SamplingParams, TokenEvent
 from apu_engine.engine.scheduler import Chunk
 from apu_engine.errors import MappingError
 from apu_engine.server.app import Service, make_runner
@@ -121,6 +121,10 @@ class FakeLLM:
         self.render()
         self.rendered = options
         return self.tokenize("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+
+    def check_length(self, texts: Iterable[str]) -> None:
+        if (length := sum(map(len, texts))) > 100 * self.context:
+            raise ContextLengthError(length, self.context, bound=True)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         return [BOS] * add_special + list(text.encode())

@@ -144,6 +144,15 @@ async def test_prompt_over_the_context(served: Served, streaming: bool, length: 
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
 
 
+async def test_a_prompt_far_over_the_context_is_refused_before_it_is_encoded(served: Served) -> None:
+    text = "x" * 1_000_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    for path, body, field in ((CHAT_PATH, chat, "messages"), ("/v1/completions", {"prompt": text}, "prompt")):
+        status, error = await served.refused(path, body)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+        assert "at least 1000000 tokens" in error["message"] and "256" in error["message"]
+
+
 async def test_chat_logprobs(served: Served) -> None:
     served.llm.runner.answer = "a€b".encode()
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
