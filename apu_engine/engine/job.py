@@ -124,8 +124,9 @@ class ContextLengthError(ApuError):
         self.bound = bound
 
     def __str__(self) -> str:
+        least = "at least " if self.bound else ""
         tail = f" and needs room for {self.room} more" if self.room else ""
         return (
-            f"the prompt has {'at least ' if self.bound else ''}{self.prompt_tokens} tokens{tail}, but the context holds {self.context}; "
+            f"the prompt has {least}{self.prompt_tokens} tokens{tail}, but the context holds {self.context}; "
             "shorten it or load the model with a larger ctx"
         )
