@@ -2,6 +2,7 @@
 // bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
 #include "common.h"
 #include "cpu/device.h"
+#include "plan/plan.h"
 #include "quant/activations.h"
 
 #include <algorithm>
@@ -92,7 +93,9 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
   if (row_stride < bytes)
     return fail(APU_E_INVALID, "apu_kernel_matmul: row_stride is %llu, expected at least the row's %llu bytes",
                 static_cast<unsigned long long>(row_stride), static_cast<unsigned long long>(bytes));
-  if (n > kMaxUnits) return fail(APU_E_INVALID, "apu_kernel_matmul: n is %u, expected at most %u", n, kMaxUnits);
+  if (rows > kMaxRows || n > kMaxMatrixRows || k > kMaxMatrixRows)
+    return fail(APU_E_INVALID, "apu_kernel_matmul: %u rows, n %u, k %u: expected at most %u rows, n and k %u", rows, n,
+                k, kMaxRows, kMaxMatrixRows);
   if (rows == 0 || n == 0) return APU_OK;
   if (const apu_status status = check_pool(device, "apu_kernel_matmul"); status != APU_OK) return status;
   try {

@@ -290,7 +290,8 @@ private:
       }
     }
     uint32_t total = first[count];
-    if (size_t(total) * kv_heads_ * partial_floats() * sizeof(float) > c.run.workspace->partial_bytes) return false;
+    size_t parts = size_t(total) * kv_heads_;
+    if (parts > kMaxUnits || parts * partial_floats() * sizeof(float) > c.run.workspace->partial_bytes) return false;
     auto partial = [&](uint32_t index, uint32_t head) {
       return c.run.workspace->partial + (size_t(index) * kv_heads_ + head) * partial_floats();
     };

@@ -76,8 +76,9 @@ std::vector<int> core_cpus() {
     cpu_set_t *set = CPU_ALLOC(cpus);
     size_t bytes = CPU_ALLOC_SIZE(cpus);
     if (sched_getaffinity(0, bytes, set) != 0) {
+      bool narrow = errno == EINVAL;
       CPU_FREE(set);
-      if (errno == EINVAL) continue;
+      if (narrow) continue;
       break;
     }
     std::vector<int> out;
@@ -225,6 +226,7 @@ Pool::Pool(const Options &options) {
 }
 
 Pool::~Pool() {
+  for (int fd : crowding_.stat) close(fd);
   if (forked()) { // the threads stayed with the parent
     for (std::thread &t : threads_) t.detach();
     return;
@@ -232,7 +234,6 @@ Pool::~Pool() {
   stop_.store(true, std::memory_order_seq_cst);
   signal(size());
   for (std::thread &t : threads_) t.join();
-  for (int fd : crowding_.stat) close(fd);
 }
 
 bool Pool::forked() const {
@@ -386,7 +387,8 @@ void Pool::loop(uint32_t index) {
 namespace {
 
 constexpr uint32_t kUnitBits = 25;
-constexpr uint64_t kUnitMask = (1u << kUnitBits) - 1;
+constexpr uint64_t kUnitMask = kMaxUnits;
+static_assert(kMaxUnits == (1u << kUnitBits) - 1);
 constexpr uint64_t kTagMask = (1u << 14) - 1;
 
 uint64_t pack(uint64_t tag, uint64_t begin, uint64_t end) {

@@ -51,7 +51,7 @@ public:
   };
 
   explicit Pool(const Options &options); // throws std::system_error when a thread cannot be started
-  ~Pool();                               // finishes what was posted
+  ~Pool();                               // after the last job is done
   Pool(const Pool &) = delete;
   Pool &operator=(const Pool &) = delete;
 
@@ -150,7 +150,7 @@ private:
   uint32_t offset_ = 0; // victim = own index + offset
 };
 
-constexpr uint32_t kMaxUnits = 1u << 25;
+constexpr uint32_t kMaxUnits = (1u << 25) - 1; // of a Split; validate.cpp keeps every op below it
 
 // Physical cores that the affinity mask and the cgroup's CPU quota (v1 and v2) leave this process; at least 1.
 uint32_t available_cores();

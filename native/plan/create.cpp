@@ -92,6 +92,9 @@ apu_status build(apu_plan &plan) {
   constexpr size_t kPage = 4096; // workers' parts share no page and no prefetched line
   auto paged = [](size_t n) { return (n + kPage - 1) / kPage * kPage; };
   ws.worker_bytes = paged(ws.worker_bytes);
+  if (ws.ropes.size() * plan.info.max_rows > kMaxUnits)
+    return fail(APU_E_INVALID, "plan: %zu different rotary embeddings of %u rows, expected at most %u in all",
+                ws.ropes.size(), plan.info.max_rows, kMaxUnits);
   size_t ropes = 0;
   for (const RopeTable &r : ws.ropes)
     ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));

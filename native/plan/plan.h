@@ -15,7 +15,10 @@ namespace apu {
 
 constexpr uint32_t kPageTokens = 128;         // that a page spans in every paged state
 constexpr uint32_t kMaxRows = 1 << 16;        // of a step
-constexpr uint32_t kMaxMatrixRows = 1u << 24; // and columns
+constexpr uint32_t kMaxMatrixRows = 1u << 24; // and columns, and elements of a row of scratch
+// The workers number units of work with 25 bits: heads of all rows, and the sampler's chunks of 4096 logits.
+constexpr uint64_t kMaxRowHeads = 1u << 24;
+constexpr uint64_t kMaxLogits = uint64_t(1) << 36;
 
 struct Tensor {
   apu_tensor d;
@@ -55,7 +58,6 @@ struct PlanInfo {
   uint32_t max_outputs = 0;
   uint32_t vocabulary = 0;
   uint32_t max_positions = 0;
-  uint32_t hidden = 0; // D of GATHER_NORM, 0 when there is none
 
   const Tensor *tensor(int32_t id) const { return id == APU_NONE ? nullptr : &tensors[size_t(id)]; }
 };

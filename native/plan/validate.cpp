@@ -85,10 +85,26 @@ public:
     return APU_OK;
   }
 
+  // Heads that one row of the step has.
+  apu_status heads(uint64_t count) const {
+    if (count > kMaxRowHeads / info_.max_rows)
+      return bad("%llu heads in each of %u rows: expected at most %llu in all", u64(count), info_.max_rows,
+                 u64(kMaxRowHeads));
+    return APU_OK;
+  }
+
+  apu_status readable(int i) const {
+    const Tensor &t = *info_.tensor(op_.w[i]);
+    if (!cpu::has_matmul(t.d.dtype))
+      return bad("w%d \"%s\": no kernel reads dtype %s (%u)", i, t.name.c_str(), dtype_name(t.d.dtype), t.d.dtype);
+    return APU_OK;
+  }
+
   // A weight of n elements in one row, or none.
   apu_status vector(int i, uint64_t n) const {
     const Tensor *t = info_.tensor(op_.w[i]);
     if (!t) return APU_OK;
+    if (apu_status s = readable(i); s != APU_OK) return s;
     if (t->rows != 1 || t->inner != n)
       return bad("w%d \"%s\": expected shape (%llu), found %s", i, t->name.c_str(), u64(n), dims(t->d).c_str());
     return APU_OK;
@@ -108,7 +124,7 @@ public:
         std::snprintf(expected, sizeof(expected), "(any, %llu)", u64(k));
       return bad("w%d \"%s\": expected shape %s, found %s", i, t.name.c_str(), expected, dims(t.d).c_str());
     }
-    return APU_OK;
+    return readable(i);
   }
 
   // Key and value state of an attention op: pages of 128 rows in F32 or F16, of one group and one number of heads.
@@ -247,9 +263,6 @@ apu_status check_matmul(const OpCheck &c) {
     if (gated && m >= 2) return c.bad("w%d: a gated pair takes no other matrix", 1 + m);
     TRY(c.matrix(1 + m, 0, in.inner));
     const Tensor &w = *c.info().tensor(op.w[1 + m]);
-    if (!cpu::has_matmul(w.d.dtype))
-      return c.bad("w%d \"%s\": no matrix kernel for dtype %s (%u)", 1 + m, w.name.c_str(), dtype_name(w.d.dtype),
-                   w.d.dtype);
     if (w.rows > kMaxMatrixRows || w.inner > kMaxMatrixRows)
       return c.bad("w%d \"%s\" %s: no dimension may exceed %u", 1 + m, w.name.c_str(), dims(w.d).c_str(),
                    kMaxMatrixRows);
@@ -286,6 +299,7 @@ apu_status check_rope_store(const OpCheck &c) {
   const Tensor &q = *c.info().tensor(op.in[0]);
   if (q.inner % d != 0)
     return c.bad("in0 \"%s\" %s: expected whole heads of %llu elements", q.name.c_str(), dims(q.d).c_str(), u64(d));
+  TRY(c.heads(q.inner / d + k.d.heads));
   if (op.out[0] != op.in[0]) return c.bad("out0 is %d, expected in0 (%d): q is rotated in place", op.out[0], op.in[0]);
   TRY(c.scratch("in", 1, op.in[1], d * k.d.heads, APU_ROWS_STEP));
   TRY(c.scratch("in", 2, op.in[2], uint64_t(v.d.head_size) * v.d.heads, APU_ROWS_STEP));
@@ -323,6 +337,7 @@ apu_status check_attention(const OpCheck &c) {
     return c.bad("in0 \"%s\" %s: expected a multiple of %u heads of %u elements", q.name.c_str(), dims(q.d).c_str(),
                  k.d.heads, k.d.head_size);
   uint64_t heads = q.inner / k.d.head_size;
+  TRY(c.heads(heads));
   TRY(c.scratch("out", 0, op.out[0], heads * v.d.head_size, APU_ROWS_STEP));
   TRY(c.vector(0, heads));
   TRY(c.positive("f1 (soft cap)", op.f[1], true));
@@ -342,7 +357,11 @@ apu_status check_gather_norm(const OpCheck &c) {
 
 apu_status check_sample(const OpCheck &c) {
   TRY(c.operands(1, 0, 0, 0));
-  return c.scratch("in", 0, c.op().in[0], c.info().vocabulary, APU_ROWS_OUTPUT);
+  TRY(c.scratch("in", 0, c.op().in[0], c.info().vocabulary, APU_ROWS_OUTPUT));
+  if (uint64_t(c.info().max_outputs) * c.info().vocabulary > kMaxLogits)
+    return c.bad("%u outputs of %u logits, expected at most %llu in all", c.info().max_outputs, c.info().vocabulary,
+                 u64(kMaxLogits));
+  return APU_OK;
 }
 
 apu_status check_op(const PlanInfo &info, size_t index) {
@@ -392,6 +411,7 @@ apu_status check_segments(const apu_plan_desc &desc, const apu_plane &plane, Ten
       return fail(APU_E_INVALID, "tensor \"%s\": segment %u wraps around the address space", name, i);
     next += s.row_count;
     t.segments.push_back(s);
+    t.segments.back().row_stride = std::max(s.row_stride, t.row_bytes); // a single row may come without one
   }
   if (next != t.rows)
     return fail(APU_E_INVALID, "tensor \"%s\": its segments hold %llu rows, expected %llu", name, u64(next),
@@ -448,6 +468,9 @@ apu_status check_tensor(const apu_plan_desc &desc, uint32_t index, Tensor &t) {
     if (needed && t.rows != needed)
       return fail(APU_E_INVALID, "tensor \"%s\" %s: expected %llu rows, the plan's maximum", name, dims(t.d).c_str(),
                   u64(needed));
+    if (t.rows > kMaxRows || t.inner > kMaxMatrixRows)
+      return fail(APU_E_INVALID, "tensor \"%s\" %s: expected at most %u rows of %u elements", name, dims(t.d).c_str(),
+                  kMaxRows, kMaxMatrixRows);
     if (t.d.offset % 64 != 0)
       return fail(APU_E_INVALID, "tensor \"%s\": offset %llu is not a multiple of 64", name, u64(t.d.offset));
     if (t.d.offset > desc.arena_bytes || t.bytes() > desc.arena_bytes - t.d.offset)
@@ -558,10 +581,7 @@ apu_status describe(const apu_plan_desc &desc, PlanInfo &out) {
   for (uint32_t g = 0; g < desc.group_count; ++g)
     if (out.groups[g].states.empty()) return fail(APU_E_INVALID, "plan: no state is in group %u", g);
   out.ops.assign(desc.ops, desc.ops + desc.op_count);
-  for (uint32_t i = 0; i < desc.op_count; ++i) {
-    TRY(check_op(out, i));
-    if (out.ops[i].kind == APU_OP_GATHER_NORM) out.hidden = uint32_t(out.tensor(out.ops[i].out[0])->inner);
-  }
+  for (uint32_t i = 0; i < desc.op_count; ++i) TRY(check_op(out, i));
   return APU_OK;
 }
 

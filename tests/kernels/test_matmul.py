@@ -214,3 +214,6 @@ def test_wrong_arguments_are_refused_by_name(levels: tuple[Level, ...]) -> None:
         level.matmul(Q.I32, w, random_activations(1, 64))
     with pytest.raises(InvalidError, match="precision is 7"):
         level.matmul(Q.Q4_0, w, random_activations(1, 64), 7)
+    for rows, k, n in ((1, 2**32 - 32, 1), (2**20, 64, 1), (1, 64, 2**25)):  # sizes that would overflow buffers
+        with pytest.raises(InvalidError, match=f"{rows} rows, n {n}, k {k}: expected at most 65536 rows"):
+            level.matmul_at(Q.Q4_0, w.ctypes.data, 2**40, x.ctypes.data, x.ctypes.data, rows, k, n)

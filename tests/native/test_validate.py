@@ -108,6 +108,18 @@ def plane(name: str, key: str, value: Any) -> Callable[[Rig], None]:
     return put(lambda rig: rig.planes[named(rig, name)["plane_begin"]], key, value)
 
 
+def both(*changes: Callable[[Rig], None]) -> Callable[[Rig], None]:
+    def change(rig: Rig) -> None:
+        for one in changes:
+            one(rig)
+
+    return change
+
+
+def as_integers(name: str) -> Callable[[Rig], None]:
+    return both(tensor(name, "dtype", lib.APU_I32), plane(name, "dtype", lib.APU_I32))
+
+
 def limit(**limits: Any) -> Callable[[Rig], None]:
     return lambda rig: rig.limits.update(limits)
 
@@ -139,6 +151,11 @@ BROKEN: list[tuple[Callable[[Rig], None], str]] = [
     (tensor("x", "offset", 32), 'tensor "x": offset 32 is not a multiple of 64'),
     (tensor("x", "offset", 2**63), "do not fit into the arena"),
     (tensor("x", "shape", (8, 0)), r'tensor "x": shape \(8, 0\) is empty or too large'),
+    (tensor("x", "shape", (8, 2**24 + 1)), r'"x" \(8, 16777217\): expected at most 65536 rows of 16777216 elements'),
+    (
+        both(tensor("x", "rows", lib.APU_ROWS_FIXED), tensor("x", "shape", (2**26, 1))),
+        r'"x" \(67108864, 1\): expected at most 65536 rows',
+    ),
     (tensor("wq", "shape", (2**40, 2**40)), r'tensor "wq": shape .* is empty or too large'),
     (tensor("wq", "dtype", 99), 'tensor "wq": dtype 99 is not supported'),
     (tensor("wq", "dtype", lib.APU_Q4_K), 'tensor "wq": rows of 32 elements are not whole blocks of Q4_K'),
@@ -181,6 +198,9 @@ BROKEN: list[tuple[Callable[[Rig], None], str]] = [
     (operand(1, "out", 0, lambda rig: ident(rig, "wq")), 'out0 "wq": expected a scratch tensor, found a weight'),
     (operand(7, "f", 0, float("nan")), "op 7 RMS_NORM: f0 is nan, expected a finite number"),
     (operand(7, "f", 0, -1.0), r"op 7 RMS_NORM: f0 \(eps\) is -1, expected at least 0"),
+    (as_integers("table"), r'op 0 EMBED: w0 "table": no kernel reads dtype I32 \(26\)'),
+    (as_integers("wq"), r'op 1 MATMUL \(layer 0\): w1 "wq": no kernel reads dtype I32 \(26\)'),
+    (as_integers("norm"), r'op 1 MATMUL \(layer 0\): w0 "norm": no kernel reads dtype I32 \(26\)'),
     # shapes
     (operand(0, "w", 0, lambda rig: ident(rig, "bias")), r'op 0 EMBED: w0 "bias": expected shape'),
     (operand(0, "out", 0, lambda rig: ident(rig, "h")), 'op 0 EMBED: out0 "h": expected 32 elements a row, found 96'),
@@ -262,6 +282,39 @@ def test_broken_plan(device: Device, change: Callable[[Rig], None], message: str
     with pytest.raises((InvalidError, UnsupportedError)) as error:
         rig.build(device)
     assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_more_units_than_workers_can_count(device: Device) -> None:
+    """Products of valid numbers that would overflow where work is divided."""
+    rig = Rig(rows=65536, vocabulary=4)
+    q, k, v = rig.scratch("q", 256 * 2), rig.scratch("k", 2), rig.scratch("v", 2)
+    states = rig.state("keys", 1, 2, 1), rig.state("values", 1, 2, 1)
+    rig.op(lib.APU_OP_ROPE_STORE, ins=(q, k, v), outs=(q,), states=states, ints=(2,), floats=(0, 1e4, 1, 0, 1), layer=0)
+    with pytest.raises(InvalidError, match="257 heads in each of 65536 rows: expected at most 16777216 in all"):
+        rig.build(device)
+
+    rig = Rig(outputs=65536, vocabulary=2**20 + 1)
+    rig.op(lib.APU_OP_SAMPLE, ins=(rig.scratch("logits", rig.vocabulary, OUTPUT),))
+    with pytest.raises(InvalidError, match="65536 outputs of 1048577 logits, expected at most 68719476736 in all"):
+        rig.build(device)
+
+
+def test_single_row_without_a_stride() -> None:
+    x = np.random.default_rng(1).standard_normal((16, 32)).astype(np.float32)
+    row = np.ones((1, 32), np.float32)
+    for isa in ("portable", "avx2", "avx512"):
+        try:
+            device = Device(isa=isa, threads=1)
+        except UnsupportedError:
+            continue
+        with device:
+            rig = Rig(vocabulary=16)
+            out = rig.scratch("out", 1)
+            rig.op(lib.APU_OP_MATMUL, ins=(rig.input(x),), outs=(out,), weights=(NONE, rig.weight("w", row)))
+            segment(rig, "w")["row_stride"] = 0
+            with rig.build(device) as plan:
+                plan.run(Step().sequence(list(range(16))))
+                np.testing.assert_allclose(plan.read(out, 16)[:, 0], x.sum(1), rtol=1e-5, atol=1e-5)
 
 
 def good() -> Step:
