@@ -130,12 +130,13 @@ apu_status prepare(apu_plan &plan, const apu_step &step, uint32_t first, uint32_
   if (last > first) work /= last - first;
   work = (work + kWorkPerWorker - 1) / kWorkPerWorker;
   s.workers = uint32_t(std::clamp<uint64_t>(work, 1, plan.device->pool.size()));
-  s.event = new apu_event;
+  auto event = std::make_unique<apu_event>();
   if (s.samples) {
     plan.previous.sampled.resize(s.step.outputs.size());
     for (size_t i = 0; i < s.step.outputs.size(); ++i)
       plan.previous.sampled[i] = (s.step.outputs[i].want & APU_OUT_SAMPLE) != 0;
   }
+  s.event = event.release();
   return APU_OK;
 }
 
@@ -161,7 +162,12 @@ apu_status apu_plan_submit(apu_plan *plan, const apu_step *step, uint32_t first,
     Submission &s = *plan->idle.back(); // nobody else takes it: done() only adds, and submitting is one at a time
     plan->idle.pop_back();
     lock.unlock();
-    apu_status status = prepare(*plan, *step, first, last, s);
+    apu_status status;
+    try {
+      status = prepare(*plan, *step, first, last, s);
+    } catch (const std::exception &e) {
+      status = fail(APU_E_MEMORY, "submit: out of memory: %s", e.what());
+    }
     lock.lock();
     if (status != APU_OK) {
       plan->idle.push_back(&s);
