@@ -172,7 +172,7 @@ private:
       return;
     }
     uint32_t token =
-        o.temperature == 0 ? uint32_t(std::find(adjusted, adjusted + v_, max) - adjusted) : draw(c, o, adjusted, max);
+        o.temperature == 0 ? first_equal(c.run, index, adjusted, adjusted == x, max) : draw(c, o, adjusted, max);
     c.run.sampled[index] = *o.token = int32_t(token);
     if (o.logprob) *o.logprob = float(x[token] - normalizer);
   }
