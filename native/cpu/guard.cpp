@@ -30,10 +30,10 @@ struct Entry {
 };
 
 Entry entries[kEntries];
-std::atomic<size_t> used{0};       // entries ever used: how far the handler looks
-std::atomic<uint32_t> faults{0};   // entries marked and not yet released
-std::atomic<uintptr_t> foreign{0}; // address of the last fault that was not ours
-std::atomic<uint32_t> foreign_count{0};
+std::atomic<size_t> used{0};            // entries ever used: how far the handler looks
+std::atomic<uint32_t> faults{0};        // entries marked and not yet released
+std::atomic<uintptr_t> foreign{0};      // address of the last fault that was not ours
+std::atomic<uint32_t> foreign_count{0}; // faults there in a row
 std::mutex mutex;
 struct sigaction before;
 bool installed = false;
@@ -41,7 +41,8 @@ bool installed = false;
 void chain(int signal, siginfo_t *info, void *context) {
   // A handler that returns without curing the fault would loop here for ever.
   uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
-  bool again = foreign.exchange(address) == address && foreign_count.fetch_add(1) > 2;
+  if (foreign.exchange(address) != address) foreign_count.store(0);
+  bool again = foreign_count.fetch_add(1) > 3;
   if (!again) {
     if (before.sa_flags & SA_SIGINFO) {
       before.sa_sigaction(signal, info, context);
