@@ -118,13 +118,10 @@ template <class Format> void fill_panel(const Matrix &w, uint32_t n, const Panel
   for (uint32_t g = 0; g < groups_of(w.k); ++g) fill_group<Format>(w, n, g, panel);
 }
 
-// Keeps a sum or a pointer where it is: compilers otherwise regroup the additions and the address arithmetic of a whole
-// block, run out of registers and double the time.
+// Keeps a sum where it is: compilers otherwise regroup the additions of a whole block, run out of registers and double
+// the time.
 APU_INLINE void pin(__m256i &v) {
   __asm__("" : "+x"(v));
-}
-APU_INLINE void pin(const int8_t *&p) {
-  __asm__("" : "+r"(p));
 }
 
 // Where kCount rows of activations stand, from the same block on. All lie a multiple of the row's floats apart, so the
