@@ -100,10 +100,20 @@ def _dispatch(args: list[str]) -> int:
         return _stop(port) if verb == "stop" else _status(port)
     running = _read(port)
     if running is None:
-        raise ApuError(f"no server was started on port {port}; start one with ./rocm_start_server.sh [MODEL]")
+        raise ApuError(
+            f"no server was started on port {port}, or it was stopped; start one with ./rocm_start_server.sh [MODEL]"
+            + _others(port)
+        )
     request = _restarted(request, running)  # refused, if at all, while the old server still runs
+    _require_model(request)
     _stop(port)
     return _start(request, foreground)
+
+
+def _require_model(request: Request) -> None:
+    """Refuses a mistyped path or command before anything is started or stopped."""
+    if request.model and not Path(request.model).exists():
+        raise ApuError(f"{request.model}: does not exist; expected a model's path, or stop, status or restart")
 
 
 def _restarted(request: Request, running: Running) -> Request:
@@ -195,9 +205,10 @@ def _start_alone(request: Request, foreground: bool) -> int:
     if running is not None and running.alive():
         raise ApuError(
             f"port {port} is served already (PID {running.pid}, {running.model}); "
-            "use `restart`, `stop`, or another --port"
+            f"use `restart{_port_flag(port)}`, `stop{_port_flag(port)}`, or another --port"
         )
     _require_free_port(host, port)
+    _require_model(request)
     from apu_engine.device import pick_device
 
     device, why = pick_device(request.config.device)
@@ -253,7 +264,7 @@ def _wait_ready(process: subprocess.Popen[bytes], server: Running, log_start: in
             raise ApuError(str(health["error"]))
         stage = _stage_line(health)
         if stage and stage != said:
-            _say(stage)
+            _say(f"loading: {stage}")
             said = stage
         time.sleep(0.1)
 
@@ -272,14 +283,14 @@ def _print_ready(server: Running, health: dict[str, Any], key: str | None) -> No
     url = f"http://{_url_host(server.host)}:{server.port}"
     print(health.get("ready") or f"ready: {server.model}; {url}")
     print(curl_line(url, health.get("chat", True), key))
-    _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop")
+    _say(f"PID {server.pid}, log {server.log}; stop with ./rocm_start_server.sh stop{_port_flag(server.port)}")
 
 
 def _stop(port: int) -> int:
     running = _read(port)
     if running is None or not running.alive():
         _pid_file(port).unlink(missing_ok=True)
-        _say(f"no server of ours runs on port {port}")
+        _say(f"no server of ours runs on port {port}{_others(port)}")
         return 0
     _terminate(running)
     _say(f"stopped PID {running.pid} (port {port})")
@@ -316,7 +327,7 @@ def _end(process: psutil.Process) -> None:
 def _status(port: int) -> int:
     running = _read(port)
     if running is None or not running.alive():
-        print(f"port {port}: not running")
+        print(f"port {port}: not running{_others(port)}")
         return 3
     code, health = _health(running)
     state = "ready" if code == 200 else str(health.get("status") or "not answering")
@@ -324,6 +335,18 @@ def _status(port: int) -> int:
     if health.get("ready"):
         print(health["ready"])
     return 0 if code == 200 else 4
+
+
+def _others(port: int) -> str:
+    """Where else a server runs, for a command that found none on `port`."""
+    numbers = (file.stem.removeprefix("server-") for file in _state_dir().glob("server-*.json"))
+    ports = sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
+    running = [n for n in ports if n != port and (server := _read(n)) is not None and server.alive()]
+    return f"; servers run on: {', '.join(f'--port {n}' for n in running)}" if running else ""
+
+
+def _port_flag(port: int) -> str:
+    return "" if port == EngineConfig().port else f" --port {port}"
 
 
 def _health(server: Running) -> tuple[int, dict[str, Any]]:

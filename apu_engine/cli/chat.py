@@ -139,6 +139,8 @@ class Session:
     def once(self, text: str) -> int:
         """One answer to `text`; 130 when it was interrupted."""
         completion = self._print(self._start(text))
+        if self.timings:
+            print(start_lines(self.llm, completion), file=sys.stderr)
         print(flush=True)
         return 130 if completion.finish_reason == "cancelled" else 0
 
@@ -156,7 +158,10 @@ class Session:
         if not self.raw:
             self.history.append({"role": "assistant", "content": completion.text})
         if completion.finish_reason == "length":
-            print("(stopped at the limit on tokens; /reset starts afresh)", file=sys.stderr)
+            limit = self.llm.config.max_tokens
+            asked = limit and completion.timings.generated_tokens >= limit
+            why = f"--max-tokens {limit}" if asked else "the context is full; /reset starts afresh"
+            print(f"(stopped at the limit on tokens: {why})", file=sys.stderr)
 
     def _start(self, text: str) -> Generation:
         if self.raw:
@@ -173,7 +178,7 @@ class Session:
             generation.close()
         completion = generation.result
         if self.timings:
-            print(f"\n{timing_lines(self.llm, completion)}", file=sys.stderr)
+            print(f"\n{timing_line(completion)}", file=sys.stderr)
         return completion
 
 
@@ -182,21 +187,28 @@ def printable(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def timing_lines(llm: LLM, completion: Completion) -> str:
-    """Where the time went: from process start to the first token, then prompt and generation."""
-    from apu_engine.engine.load import stage_lines
-
+def timing_line(completion: Completion) -> str:
+    """Prompt and generation of one answer."""
     t = completion.timings
     prompt_rate = t.prompt_tokens / t.prompt_seconds if t.prompt_seconds else 0.0
     steps = max(t.generated_tokens - 1, 0)
     rate = steps / t.decode_seconds if t.decode_seconds else 0.0
+    return (
+        f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds * 1e3:.0f} ms ({prompt_rate:.1f} tok/s), "
+        f"answer {t.generated_tokens} tokens in {t.decode_seconds * 1e3:.0f} ms ({rate:.1f} tok/s)"
+    )
+
+
+def start_lines(llm: LLM, completion: Completion) -> str:
+    """Where the time went from process start to the first token, when nobody had to type in between."""
+    from apu_engine.engine.load import stage_lines
+
+    t = completion.timings
     load = sum(seconds for _, seconds in llm.runtime.stages)
     total = _since_start(t.decode_seconds)
     rest = total - load - t.first_token_seconds
     return (
         f"load {load * 1e3:.0f} ms ({stage_lines(llm.runtime.stages)})\n"
-        f"prompt {t.prompt_tokens} tokens in {t.prompt_seconds * 1e3:.0f} ms ({prompt_rate:.1f} tok/s), "
-        f"answer {t.generated_tokens} tokens in {t.decode_seconds * 1e3:.0f} ms ({rate:.1f} tok/s)\n"
         f"process start to first token {total * 1e3:.0f} ms: interpreter, imports and template {rest * 1e3:.0f} ms, "
         f"load {load * 1e3:.0f} ms, queue and prompt {t.first_token_seconds * 1e3:.0f} ms"
     )
