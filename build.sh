@@ -9,8 +9,10 @@ usage() {
   cat <<'EOF'
 Usage: ./build.sh [--test [PYTEST ARGS]] [--cpu-only] [--targets LIST] [--clean]
   (none)          make .venv, build libapu.so, install apu_engine into .venv in editable form
-  --test          also install the test extra, fetch the small test models and run all checks and tests;
-                  what follows --test is handed to pytest
+  --test          also install the test extra, fetch the small test models (0.35 GB) and run all checks and tests;
+                  what follows --test is handed to pytest. The extra has torch 2.13.0, of which the CPU build will
+                  do: 0.2 GB, where the default one is 0.5 GB and brings CUDA libraries (pip's extra-index-url
+                  or find-links setting says where the CPU build is)
   --cpu-only      never build GPU code objects
   --targets LIST  GPU targets for code objects, comma separated (gfx1151,gfx1150,...); reserved: this version
                   has the CPU backend only, and says so
@@ -87,7 +89,7 @@ state="$cxx $(sources | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-32
 install_extra() { # EXTRA SPEC
   local stamp=.venv/apu-stamp-$1
   [ "$(cat "$stamp" 2>/dev/null)" != "$state" ] || return 0
-  say "building with $cxx and installing apu_engine ($2)"
+  say "building with $cxx and installing apu_engine ($2); this takes a minute or two"
   rm -f .venv/apu-stamp-*
   pip install -e "$2" || die "installation failed; the lines above say why"
   .venv/bin/python -c 'import apu_engine._native' || die "the native library does not load; try ./build.sh --clean"

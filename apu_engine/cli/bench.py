@@ -49,10 +49,15 @@ def bench(
     batch: Annotated[
         str | None, typer.Option("--batch", "-b", metavar="N,...", help="Rows of one step. [APU_BATCH]")
     ] = None,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, max=1000, help="Timed runs.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", min=1, max=1000, metavar="N", help="Timed runs.")
+    ] = 5,
     output: Annotated[str, typer.Option("--output", "-o", metavar="|".join(FORMATS), help="Format.")] = "md",
 ) -> None:
-    """Measure prefill and decode speed. Lists (-p 128,512) run every combination."""
+    """Measure prefill and decode speed. Lists (-p 128,512) run every combination.
+
+    Tests: pp512 reads a prompt of 512 tokens, tg128 generates 128, @ d256 follows 256 tokens of context.
+    """
     require_model(config, "bench")
     if output not in FORMATS:
         raise ConfigError(f"--output: expected one of {', '.join(FORMATS)}, found {output!r}", "output")

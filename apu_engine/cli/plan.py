@@ -43,4 +43,4 @@ def plan(
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
+    app.command("plan", short_help="List the ops of a model.")(plan)

@@ -20,4 +20,4 @@ def serve(config: EngineConfig) -> int | None:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
+    app.command("serve", short_help="Serve a model over HTTP, as OpenAI's API does.")(serve)
