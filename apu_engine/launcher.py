@@ -44,6 +44,7 @@ Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is
   --foreground  stay attached: output here, Ctrl-C stops
   --port N      port (default 8000); stop, status and restart act on the server of that port
   restart       keeps model and flags; flags given with it take the place of the old ones
+  status        exits with 0 when ready, 3 when not running, 4 when running but not ready
   Every other flag goes to `apu-engine serve`; its --help lists them."""
 
 STOP_DEADLINE_S = 30.0
