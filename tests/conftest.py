@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,13 @@ import pytest
 from apu_engine._native import Device
 from apu_engine.catalog import fetch
 from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Children of the tests can be interrupted even where the tests run in a background job, which ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
