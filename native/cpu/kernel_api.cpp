@@ -1,8 +1,7 @@
 // The kernels by themselves, for tests and benchmarks: one matrix product, one dequantisation, and the plain read that
 // bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
 #include "common.h"
-#include "cpu/device.h"
-#include "plan/plan.h"
+#include "cpu/ops.h"
 #include "quant/activations.h"
 
 #include <algorithm>
@@ -19,7 +18,6 @@ using namespace apu::cpu;
 
 namespace {
 
-constexpr size_t kAlign = 64;
 constexpr size_t kChunkBytes = 64 << 10; // of weights that a worker claims at a time
 constexpr uint32_t kMany = 8; // rows of activations from which kernels take weight rows by 32, before that by 8
 
@@ -29,29 +27,10 @@ struct Free {
 template <typename T> using Buffer = std::unique_ptr<T[], Free>;
 
 template <typename T> Buffer<T> allocate(size_t count) {
-  const size_t bytes = (count * sizeof(T) + kAlign - 1) / kAlign * kAlign;
-  void *p = std::aligned_alloc(kAlign, std::max(bytes, kAlign));
+  void *p = std::aligned_alloc(kAlign, std::max(aligned(count * sizeof(T)), kAlign));
   if (!p) throw std::bad_alloc();
   return Buffer<T>(static_cast<T *>(p));
 }
-
-struct Activations {
-  Buffer<int8_t> q;
-  Buffer<float> d, s16, s;
-  Buffer<int32_t> sum16;
-  ActBlocks blocks;
-
-  Activations(size_t rows, uint32_t k) {
-    const uint32_t count = (k + 255) / 256 * 8;
-    const size_t all = rows * count;
-    q = allocate<int8_t>(all * 32);
-    d = allocate<float>(all * 2);
-    s16 = allocate<float>(all * 2);
-    s = allocate<float>(all);
-    sum16 = allocate<int32_t>(all * 2);
-    blocks = {q.get(), d.get(), s16.get(), s.get(), sum16.get(), count};
-  }
-};
 
 apu_status check_pool(apu_device *device, const char *name) {
   if (!device->pool.forked()) return APU_OK;
@@ -103,10 +82,13 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
     const bool quantized = is_quantized(dtype) && precision != APU_PRECISION_EXACT;
     const uint32_t terms = quantized && precision == APU_PRECISION_FINE ? 2 : 1;
-    const Activations acts(quantized ? size_t{rows} * terms : 0, k);
+    const ActLayout layout(k);
+    const size_t act_rows = quantized ? size_t{rows} * terms : 0;
+    const Buffer<uint8_t> act = allocate<uint8_t>(layout.bytes(act_rows));
+    const ActBlocks acts = layout.at(act.get(), act_rows);
     const Buffer<float> residual = allocate<float>(terms == 2 ? size_t{rows} * k : 0);
     const Buffer<float> both = allocate<float>(terms == 2 ? size_t{rows} * 2 * n : 0); // (T, 2, N)
-    const size_t work_bytes = (kernels.work_bytes(k) + kAlign - 1) / kAlign * kAlign;
+    const size_t work_bytes = aligned(kernels.work_bytes(k));
     const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
     const uint32_t group = rows < kMany ? 8 : 32;
     const uint32_t chunk = std::max(static_cast<uint32_t>(kChunkBytes / bytes) / group, 1u) * group;
@@ -115,10 +97,10 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
         Split split(worker, rows, 1);
         for (uint32_t b, e; split.next(b, e);)
           for (size_t t = b; t < e; ++t) {
-            kernels.quantize(x + t * k, k, 1, k, acts.blocks.from(t * terms));
+            kernels.quantize(x + t * k, k, 1, k, acts.from(t * terms));
             if (terms == 1) continue;
             quant::quantize_residual(x + t * k, k, residual.get() + t * k);
-            kernels.quantize(residual.get() + t * k, k, 1, k, acts.blocks.from(t * terms + 1));
+            kernels.quantize(residual.get() + t * k, k, 1, k, acts.from(t * terms + 1));
           }
         worker.barrier();
       }
@@ -129,7 +111,7 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
           kernels.matmul_float(matrix, x, k, rows, b, e, y + b, n, scratch);
           continue;
         }
-        kernels.matmul(matrix, acts.blocks, rows * terms, b, e, (terms == 1 ? y : both.get()) + b, n, scratch);
+        kernels.matmul(matrix, acts, rows * terms, b, e, (terms == 1 ? y : both.get()) + b, n, scratch);
         for (size_t t = 0; terms == 2 && t < rows; ++t)
           for (size_t i = b; i < e; ++i) y[t * n + i] = both[2 * t * n + i] + both[(2 * t + 1) * n + i];
       }

@@ -43,12 +43,6 @@ void pause_cpu() {
 #endif
 }
 
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
-}
-
 void futex_wait(std::atomic<uint32_t> *word, uint32_t value, uint32_t bits) {
   syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), FUTEX_WAIT_BITSET_PRIVATE, value, nullptr, nullptr, bits);
 }
@@ -139,6 +133,12 @@ double cgroup_cores() {
 
 } // namespace
 
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
+}
+
 uint32_t available_cores() {
   double cores = double(core_cpus().size());
   double quota = cgroup_cores();
@@ -214,6 +214,7 @@ Pool::Pool(const Options &options) {
         CPU_FREE(set);
       }
     }
+    watch();
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     stop_.store(true);
@@ -222,7 +223,6 @@ Pool::Pool(const Options &options) {
     throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  watch();
 }
 
 Pool::~Pool() {

@@ -154,6 +154,7 @@ constexpr uint32_t kMaxUnits = (1u << 25) - 1; // of a Split; validate.cpp keeps
 
 // Physical cores that the affinity mask and the cgroup's CPU quota (v1 and v2) leave this process; at least 1.
 uint32_t available_cores();
+uint64_t now_ns(); // CLOCK_MONOTONIC
 // "AMD Ryzen AI MAX+ 395"; "cpu" where unknown.
 std::string processor_name();
 

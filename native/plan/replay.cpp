@@ -24,12 +24,6 @@ namespace {
 // Multiply-adds per worker and op from which a worker is worth its share of a barrier.
 constexpr uint64_t kWorkPerWorker = 16384;
 
-uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
-}
-
 } // namespace
 
 void Submission::reset() {
@@ -60,14 +54,14 @@ void Submission::run(cpu::Worker &worker) {
   if (!ropes.empty()) fill_ropes(worker, *this, ropes);
   worker.barrier([this] {
     stop_ = stopping();
-    clock_ = plan_.profiling.load(std::memory_order_relaxed) ? now_ns() : 0;
+    clock_ = plan_.profiling.load(std::memory_order_relaxed) ? cpu::now_ns() : 0;
   });
   for (uint32_t i = first; i < last && !stop_; ++i) {
     plan_.ops[i]->run(worker, *this);
     worker.barrier([this, i] {
       stop_ = stopping();
       if (clock_) {
-        uint64_t now = now_ns();
+        uint64_t now = cpu::now_ns();
         plan_.nanoseconds[i] = now - clock_;
         clock_ = now;
       }
