@@ -47,13 +47,6 @@ struct BF16 {
   static float load1(const uint8_t *p) { return quant::bf16_to_f32(quant::load16(p)); }
 };
 
-float sum16(__m256 low, __m256 high) {
-  const __m256 v = _mm256_add_ps(low, high);
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
 template <class W> float finish(const uint8_t *w, const float *x, uint32_t rest, __m256 low, __m256 high) {
   if (rest == 0) return sum16(low, high);
   alignas(32) float lane[kLanes];

@@ -14,6 +14,7 @@
 #include <cstring>
 
 #include "../include/apu.h"
+#include "avx2_math.h"
 #include "kernels.h"
 
 #define APU_INLINE inline __attribute__((always_inline))
@@ -85,12 +86,6 @@ APU_INLINE __m256i load_pair(const uint8_t *p, size_t distance, uint32_t block =
   if (block >= count) return _mm256_setzero_si256();
   if (block + 4 >= count) return _mm256_zextsi128_si256(load16(p));
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load16(p)), load16(p + distance), 1);
-}
-
-APU_INLINE float sum8(__m256 v) {
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 // ---- the integer sums of both halves of eight blocks, one block a lane
