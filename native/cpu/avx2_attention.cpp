@@ -1,4 +1,6 @@
-// Attention kernels with 256-bit registers: 2 vectors by 4 rows, or by 4 registers of columns.
+// Attention kernels with 256-bit registers: 2 vectors by 4 rows, or by 4 registers of columns, which with the operands
+// fill the sixteen registers. A call moves the rows of K or V that it is given once per two vectors, the first time
+// from memory and then from the first two cache levels (a page of one head is 16 to 128 KB).
 #include "attention_kernels.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

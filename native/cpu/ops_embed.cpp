@@ -1,4 +1,7 @@
 // EMBED: a row of the table for every row of the step, from any dtype, in place.
+//
+// Moves one table row and 4 D bytes a token, nothing beside a layer's matrices: rows are dealt out one by one. A token
+// that was sampled in the step before is looked up here, so that the next step can be submitted before it is known.
 #include "cpu/ops.h"
 
 namespace apu::cpu {

@@ -1,4 +1,6 @@
 // Attention kernels with the compiler's own 128-bit vectors, and the choice of a level's table.
+// Tiles of 2 vectors by 4 rows, or by 4 registers of columns; multiply and add stay apart, as not every processor of
+// this level has fma in hardware. A call moves the rows of K or V that it is given once per two vectors.
 #include "attention_tile.h"
 
 #include "apu.h"
