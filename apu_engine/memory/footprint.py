@@ -285,7 +285,7 @@ def check_files(now: Footprint, weights_bytes: int | None = None) -> list[Findin
             found.append(Finding(True, f"{item.path}: read-only, shared, clean, {human_bytes(item.rss)} resident"))
     if weights_bytes is not None:
         resident = sum(item.rss for item in now.files)
-        text = f"{human_bytes(resident)} of {human_bytes(weights_bytes)} weights are resident file pages"
+        text = f"weights are {human_bytes(weights_bytes)}; {human_bytes(resident)} of their files are resident"
         found.append(Finding(resident >= RESIDENT_SHARE * weights_bytes, text))
     return found
 
@@ -330,7 +330,7 @@ def check_sharing(processes: Sequence[Footprint]) -> list[Finding]:
     found = []
     for items in zip(*(process.files for process in processes), strict=True):
         pss, rss = sum(item.pss for item in items), max(item.rss for item in items)
-        sizes = f"hold {human_bytes(pss)} of it together, one alone {human_bytes(rss)}"
+        sizes = f"together account for {human_bytes(pss)} (Pss); each maps {human_bytes(rss)} (Rss)"
         text = f"{items[0].path}: {len(items)} processes {sizes}"
         found.append(Finding(pss <= rss + rss // 100 + len(items) * 4096, text))
     return found

@@ -16,8 +16,8 @@ extern "C" {
 #endif
 
 #define APU_ABI_VERSION 1
-#define APU_NONE (-1)             /* no tensor, no state */
-#define APU_NO_PAGE 0xffffffffu   /* a page-table entry whose page was freed (behind a sliding window) */
+#define APU_NONE (-1)           /* no tensor, no state */
+#define APU_NO_PAGE 0xffffffffu /* a page-table entry whose page was freed (behind a sliding window) */
 
 #ifndef APU_API
 #define APU_API __attribute__((visibility("default")))
@@ -56,14 +56,14 @@ typedef struct apu_device_options {
 } apu_device_options;
 
 typedef struct apu_device_props {
-  char kind[16];           /* "cpu", "hip", "cuda" */
+  char kind[16]; /* "cpu", "hip", "cuda" */
   char name[128];
-  char arch[64];           /* "avx512", "gfx1151", "sm_90" */
-  uint32_t integrated;     /* 1: the device's memory is the host's */
-  uint32_t threads;        /* cpu: workers */
-  uint32_t isa;            /* cpu: the level in use */
+  char arch[64];       /* "avx512", "gfx1151", "sm_90" */
+  uint32_t integrated; /* 1: the device's memory is the host's */
+  uint32_t threads;    /* cpu: workers */
+  uint32_t isa;        /* cpu: the level in use */
   uint32_t wave_size;
-  uint64_t memory_bytes;   /* what the device can address as its own */
+  uint64_t memory_bytes; /* what the device can address as its own */
   uint64_t driver_version;
 } apu_device_props;
 
@@ -104,7 +104,7 @@ APU_API const char *apu_mapping_fault(void); /* path of the first faulted mappin
 
 /* ---- tensors ------------------------------------------------------------------------------------------------- */
 
-/* dtypes are GGUF's numbers: 0 F32, 1 F16, 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 10 Q2_K .. 14 Q6_K, 26 I32, 30 BF16. */
+/* dtypes are GGUF's numbers. */
 enum {
   APU_F32 = 0,
   APU_F16 = 1,
@@ -126,8 +126,8 @@ typedef struct apu_segment { /* rows [row_begin, row_begin + row_count) of a pla
   uint64_t address;          /* device address; any byte alignment */
   uint64_t row_begin;
   uint64_t row_count;
-  uint64_t row_stride;       /* bytes */
-  uint64_t padding;          /* bytes that may be read past the last row */
+  uint64_t row_stride; /* bytes */
+  uint64_t padding;    /* bytes that may be read past the last row */
 } apu_segment;
 
 enum { APU_PLANE_DATA = 0, APU_PLANE_SCALE = 1, APU_PLANE_GLOBAL_SCALE = 2 };
@@ -144,14 +144,14 @@ enum { APU_ROWS_FIXED = 0, APU_ROWS_STEP = 1, APU_ROWS_OUTPUT = 2 }; /* what sha
 
 typedef struct apu_tensor {
   uint32_t kind;
-  uint32_t dtype;       /* logical: of the data plane for weights, F32 for scratch */
-  uint32_t rows;        /* APU_ROWS_*; shape[0] is then the maximum */
-  uint32_t ndim;        /* 1 to 4 */
+  uint32_t dtype; /* logical: of the data plane for weights, F32 for scratch */
+  uint32_t rows;  /* APU_ROWS_*; shape[0] is then the maximum */
+  uint32_t ndim;  /* 1 to 4 */
   uint64_t shape[4];
   uint32_t plane_begin; /* weights */
   uint32_t plane_count;
-  uint64_t offset;      /* scratch: byte offset in the arena, a multiple of 64 */
-  uint64_t name;        /* offset in apu_plan_desc.names */
+  uint64_t offset; /* scratch: byte offset in the arena, a multiple of 64 */
+  uint64_t name;   /* offset in apu_plan_desc.names */
 } apu_tensor;
 
 /* ---- states: what a sequence carries between steps ------------------------------------------------------------- */
@@ -167,10 +167,10 @@ typedef struct apu_state {
   uint32_t window;        /* tokens a query may look back, itself included; 0 = all */
   uint32_t heads;
   uint32_t head_size;
-  uint64_t address;       /* of page or slot 0, device */
-  uint64_t page_bytes;    /* stride between pages, or between versions of fixed slots */
-  uint32_t page_count;    /* pages or slots */
-  uint32_t versions;      /* fixed: versions per slot */
+  uint64_t address;    /* of page or slot 0, device */
+  uint64_t page_bytes; /* stride between pages, or between versions of fixed slots */
+  uint32_t page_count; /* pages or slots */
+  uint32_t versions;   /* fixed: versions per slot */
   uint64_t name;
 } apu_state;
 
@@ -204,12 +204,12 @@ enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_E
 /* Activations that meet quantised weights. DEFAULT: int8, one scale for 16. EXACT: float. FINE: twice int8, the second
  * time of what the first lost (15 bits), the two products added; few rows cost little more than DEFAULT. */
 enum { APU_PRECISION_DEFAULT = 0, APU_PRECISION_EXACT = 1, APU_PRECISION_FINE = 2 };
-enum { APU_ROPE_PAIRS = 0, APU_ROPE_HALVES = 1 };            /* rotate (2i, 2i+1), or (i, i + dims/2) */
+enum { APU_ROPE_PAIRS = 0, APU_ROPE_HALVES = 1 }; /* rotate (2i, 2i+1), or (i, i + dims/2) */
 
 typedef struct apu_op {
   uint32_t kind;
-  int32_t layer;    /* -1 outside the layers */
-  int32_t in[4];    /* tensor ids or APU_NONE */
+  int32_t layer; /* -1 outside the layers */
+  int32_t in[4]; /* tensor ids or APU_NONE */
   int32_t out[4];
   int32_t w[10];
   int32_t state[4];
@@ -227,16 +227,16 @@ typedef struct apu_plan_desc {
   const apu_segment *segments;
   const apu_state *states;
   const apu_op *ops;
-  const char *names;      /* NUL-terminated strings, addressed by offset */
+  const char *names; /* NUL-terminated strings, addressed by offset */
   uint64_t names_bytes;
   uint32_t tensor_count;
   uint32_t plane_count;
   uint32_t segment_count;
   uint32_t state_count;
   uint32_t op_count;
-  uint32_t group_count;   /* page-table groups */
-  uint64_t arena_bytes;   /* scratch that tensors' offsets lie in */
-  uint32_t max_rows;      /* T */
+  uint32_t group_count; /* page-table groups */
+  uint64_t arena_bytes; /* scratch that tensors' offsets lie in */
+  uint32_t max_rows;    /* T */
   uint32_t max_sequences;
   uint32_t max_outputs;   /* O */
   uint32_t vocabulary;    /* V */
@@ -252,10 +252,10 @@ APU_API void apu_plan_destroy(apu_plan *plan); /* cancels and waits first */
 /* ---- steps ----------------------------------------------------------------------------------------------------- */
 
 typedef struct apu_row {
-  int32_t token;         /* or -1: the token sampled for output `previous` of the step before */
+  int32_t token; /* or -1: the token sampled for output `previous` of the step before */
   int32_t previous;
   uint32_t position;
-  uint32_t sequence;     /* index into apu_step.sequences */
+  uint32_t sequence; /* index into apu_step.sequences */
 } apu_row;
 
 typedef struct apu_sequence { /* its rows lie together, positions ascending by one */
@@ -266,7 +266,7 @@ typedef struct apu_sequence { /* its rows lie together, positions ascending by o
 typedef struct apu_slot { /* one per (sequence, group) */
   uint32_t page_begin;    /* paged: into apu_step.pages; entry p holds tokens [128 p, 128 p + 128) */
   uint32_t page_count;
-  uint32_t read_slot;     /* fixed */
+  uint32_t read_slot; /* fixed */
   uint32_t write_slot;
 } apu_slot;
 
@@ -282,8 +282,8 @@ typedef struct apu_output {
   float repeat_penalty;    /* 1: none; divides positive and multiplies negative logits of tokens in `history` */
   float frequency_penalty; /* times the token's count */
   float presence_penalty;
-  uint32_t top_n;          /* APU_OUT_TOP: how many log-probabilities */
-  uint64_t seed;           /* random numbers are a function of (seed, position, draw) */
+  uint32_t top_n; /* APU_OUT_TOP: how many log-probabilities */
+  uint64_t seed;  /* random numbers are a function of (seed, position, draw) */
   uint32_t draw;
   uint32_t history_count;
   uint32_t bias_count;
@@ -294,12 +294,12 @@ typedef struct apu_output {
   const float *bias_values;      /* (bias_count) added to the logits */
   const uint32_t *mask;          /* (ceil(V / 32)) a set bit allows the token; or NULL */
   /* results; log-probabilities are of the plain softmax, before penalties, bias, mask and temperature */
-  int32_t *token;                /* (1) */
-  float *logprob;                /* (1) of the sampled token, or NULL */
-  int32_t *top_ids;              /* (top_n) descending */
-  float *top_logprobs;           /* (top_n) */
-  float *logits;                 /* (V) */
-  float *hidden;                 /* (D) */
+  int32_t *token;      /* (1) */
+  float *logprob;      /* (1) of the sampled token, or NULL */
+  int32_t *top_ids;    /* (top_n) descending */
+  float *top_logprobs; /* (top_n) */
+  float *logits;       /* (V) */
+  float *hidden;       /* (D) */
 } apu_output;
 
 typedef struct apu_step {
