@@ -53,6 +53,7 @@ def test_start_ask_restart_stop(
     out, err = capsys.readouterr()
     assert "mapped, copied 0, anonymous 0; ctx 64" in out and f"http://127.0.0.1:{port}" in out
     assert f"curl http://127.0.0.1:{port}/v1/" in out
+    assert f"stop with ./rocm_start_server.sh stop --port {port}" in err
     assert "device: cpu" in err
     first = json.loads((state / f"server-{port}.json").read_text())["pid"]
 
@@ -68,6 +69,11 @@ def test_start_ask_restart_stop(
     )
     with urllib.request.urlopen(request, timeout=20) as answer:
         assert json.load(answer)["usage"]["prompt_tokens"] == 3
+
+    assert launcher.main(["status", "--port", str(free_port())]) == 3
+    assert f"servers run on: --port {port}" in "".join(capsys.readouterr())
+    assert launcher.main(["restart", str(state / "gone.gguf"), "--port", str(port)]) == 1
+    assert "gone.gguf: does not exist" in capsys.readouterr().err and psutil.pid_exists(first)
 
     assert launcher.main(["restart", "--port", str(port)]) == 0
     record = json.loads((state / f"server-{port}.json").read_text())
@@ -224,6 +230,7 @@ def test_one_start_at_a_time(tiny_llama: TinyModel, port: int, capsys: pytest.Ca
         (["m.gguf", "other.gguf"], "expected one model"),
         (["m.gguf", "--ctx", "many"], "--ctx: expected"),
         (["m.gguf", "--system", "x"], "unknown option --system"),
+        (["stpo"], "stpo: does not exist"),
         (["-dash.gguf"], "unknown option -dash.gguf"),
         (["m.gguf", "--host", "203.0.113.1"], "--host 203.0.113.1: "),
         (["m.gguf", "--host", "x" * 300], "--host xxx"),
