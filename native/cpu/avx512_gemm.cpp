@@ -45,10 +45,12 @@ struct ActivationBlock {
     }
     for (size_t r = 0; r < 4; r++) strides[r] = r * a.blocks * sizeof(float);
   }
-  APU_INLINE void next(size_t block) {
-    const size_t halves = block % kLanes == kLanes - 1 ? kLanes + 1 : 1; // to the next group's
+  APU_INLINE void next(size_t block) { // see Order::quads for q
+    const size_t b = block % kLanes;
+    const ptrdiff_t halves = b == kLanes - 1 ? kLanes + 1 : 1; // to the next group's
+    const ptrdiff_t values = b % 4 != 3 ? 32 : b == 3 ? 8 - 96 : 256 - 8 - 96;
     for (int i = 0; i < 2; i++) {
-      q[i] += kBlock;
+      q[i] += values;
       d[i] += halves;
       s16[i] += halves;
       s[i]++;
@@ -60,8 +62,9 @@ struct ActivationBlock {
     memcpy(&value, static_cast<const char *>(base) + bytes, sizeof value);
     return value;
   }
-  APU_INLINE __m512i four(int r, int i) const { // bytes i .. i + 3 in every dword
-    return _mm512_set1_epi32(at<int32_t>(q[r / 4] + i, 8 * strides[r % 4]));
+  APU_INLINE __m512i four(int r, int i) const { // the block's dword i, in every dword
+    const int place = i / 4 * 16 + i / 2 % 2 * 128 + i % 2 * 4;
+    return _mm512_set1_epi32(at<int32_t>(q[r / 4] + place, 8 * strides[r % 4]));
   }
   APU_INLINE __m512 scale(int r, int h) const {
     return _mm512_set1_ps(at<float>(d[r / 4] + 8 * h, 2 * strides[r % 4]));
@@ -172,7 +175,7 @@ APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int h, 
     const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512i v = a.four(R0 + r, 4 * i);
+      const __m512i v = a.four(R0 + r, i);
       acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
       acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
     }

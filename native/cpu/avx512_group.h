@@ -18,14 +18,14 @@ using namespace apu::quant;
 
 inline constexpr int kGroup = 256; // elements
 
-// The order of a group's 256 integers: eight elements of one half stand beside the same eight of another block's, so
-// that two accumulators hold all sixteen halves, two dwords of each. Registers are (first or last 8 elements, which
-// accumulator); by accumulator, lane of four dwords, and its low and high 64 bits:
-//   nibbles: half;                  block lane;                             block, block + 4
-//   pairs:   block mod 2;           2 (block / 2) mod 4 + half;             block, block + 4
-//   quads:   (block / 2) mod 2;     2 (block mod 2) + half;                 block, block + 4
-//   split:   (block / 2) mod 2;     2 (block / 4) + half;                   block, block + 1
-enum class Order { nibbles, pairs, quads, split };
+// The order of a group's 256 integers: eight elements of a half of block b stand beside the same eight of block b + 4,
+// so that two accumulators hold all sixteen halves, two dwords of each. Registers are (first or last 8 elements, which
+// accumulator); by accumulator and lane of four dwords:
+//   nibbles: half;                  block mod 4
+//   pairs:   block mod 2;           2 (block / 2 mod 2) + half
+//   quads:   block / 2 mod 2;       2 (block mod 2) + half
+// Activations are stored as quads (quantize), which is within lanes of the other two.
+enum class Order { nibbles, pairs, quads };
 
 struct Place { // of eight elements
   int block, half;
@@ -34,8 +34,7 @@ template <Order O> constexpr Place place(int accumulator, int lane, int high) {
   switch (O) {
   case Order::nibbles: return {lane + 4 * high, accumulator};
   case Order::pairs: return {lane / 2 * 2 + accumulator + 4 * high, lane % 2};
-  case Order::quads: return {lane / 2 + 2 * accumulator + 4 * high, lane % 2};
-  default: return {2 * accumulator + lane / 2 * 4 + high, lane % 2};
+  default: return {lane / 2 + 2 * accumulator + 4 * high, lane % 2};
   }
 }
 // What stands at dword i of the order: 8 * block + dword of the block.
@@ -366,14 +365,15 @@ constexpr uint64_t bit_move(int from, int to) {
   return 1ull << from << 8 * (7 - to);
 }
 
-template <int Low, int High, int To> APU_INLINE __m512i high_bit(__m512i bits) {
-  static constexpr Table<uint64_t> move{[](int i) { return bit_move(i < 4 ? Low : High, To); }};
-  return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+// 32 bytes with a bit for each block, eight bytes twice as they stand in both halves: to bit To of each element, the
+// bits Base, Base + 4, Base, Base + 4 of the lower lanes and those Step further of the upper ones.
+template <int Base, int Step, int To> APU_INLINE __m512i block_bits(__m512i bytes) {
+  static constexpr Table<uint64_t> move{[](int i) { return bit_move(Base + i / 4 * Step + i % 2 * 4, To); }};
+  return _mm512_gf2p8affine_epi64_epi8(bytes, move, 0);
 }
-// In the order of pairs: bits of blocks 0 4 0 4 2 6 2 6, or of those after them.
-template <int Odd> APU_INLINE __m512i fifth_bit(__m512i bits) {
-  static constexpr Table<uint64_t> move{[](int i) { return bit_move(i / 4 * 2 + i % 2 * 4 + Odd, 4); }};
-  return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
+APU_INLINE void both_eights(const uint8_t *p, __m512i &first, __m512i &last) {
+  const __m512i bytes = _mm512_broadcast_i64x4(load256(p));
+  interleave(bytes, bytes, first, last);
 }
 
 template <class B> struct PairsGroup {
@@ -394,15 +394,16 @@ template <class B> struct PairsGroup {
     const uint8_t *qs = p + sizeof(B) - 128;
     const __m512i first = loaded(load512(qs)), second = loaded(load512(qs + 64));
     const __m512i nibbles[2] = {_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second)};
+    __m512i bits[2];
+    if constexpr (kFive) both_eights(p + 16, bits[0], bits[1]);
     for (int i = 0; i < 2; i++) {
       if constexpr (!kFive) {
         g.q[2 * i] = _mm512_and_si512(nibbles[i], low4);
         g.q[2 * i + 1] = high_nibbles(nibbles[i]);
       } else {
-        const __m512i all = _mm512_broadcast_i64x4(load256(p + 16));
-        const __m512i bits = i == 0 ? _mm512_unpacklo_epi64(all, all) : _mm512_unpackhi_epi64(all, all);
-        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles[i], low4, fifth_bit<0>(bits), 0xea); // (a & b) | c
-        g.q[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles[i], 4), low4, fifth_bit<1>(bits), 0xea);
+        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles[i], low4, block_bits<0, 2, 4>(bits[i]), 0xea); // (a & b) | c
+        g.q[2 * i + 1] =
+            _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles[i], 4), low4, block_bits<1, 2, 4>(bits[i]), 0xea);
       }
     }
     return g;
@@ -427,6 +428,14 @@ APU_INLINE __m128i byte_planes(__m128i v) {
   return _mm_shuffle_epi8(v, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
 }
 
+// From registers of blocks b, b + 4 and b + 1, b + 5.
+APU_INLINE void interleave_far(__m512i a, __m512i b, __m512i &first, __m512i &last) {
+  static constexpr Table<int64_t> firsts{[](int i) { return i / 4 * 8 + i % 2 * 4 + i / 2 % 2 * 2; }};
+  static constexpr Table<int64_t> lasts{[](int i) { return i / 4 * 8 + i % 2 * 4 + i / 2 % 2 * 2 + 1; }};
+  first = _mm512_permutex2var_epi64(a, firsts, b);
+  last = _mm512_permutex2var_epi64(a, lasts, b);
+}
+
 // Moves bits n, n + 1 of the lower and of the upper 32 bytes to bits `to`, to + 1.
 template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
   static constexpr Table<uint64_t> move{[](int i) {
@@ -436,8 +445,8 @@ template <int Low, int High, int To> APU_INLINE __m512i two_bits(__m512i bits) {
   return _mm512_gf2p8affine_epi64_epi8(bits, move, 0);
 }
 
-template <class B, Order O> struct HalvesGroup {
-  static constexpr Order kOrder = O;
+template <class B> struct HalvesGroup {
+  static constexpr Order kOrder = Order::quads;
   static constexpr int kBytes = sizeof(B);
   static constexpr int kOffset = Traits<B>::offset;
 
@@ -454,8 +463,8 @@ template <class B, Order O> struct HalvesGroup {
     dot_registers(q, y, first, second);
     const bool narrow = sizeof(B) != sizeof(Q6_K); // 8 * 7 * 127 < 2^15
     const __m512i sums =
-        to_planes<O>(narrow ? _mm512_madd_epi16(_mm512_packs_epi32(first, second), _mm512_set1_epi16(1))
-                            : add_even_odd(first, second));
+        to_planes<kOrder>(narrow ? _mm512_madd_epi16(_mm512_packs_epi32(first, second), _mm512_set1_epi16(1))
+                                 : add_even_odd(first, second));
     return kOffset == 0 ? sums : _mm512_add_epi32(sums, load512(c));
   }
   // In planes, as floats.
@@ -469,7 +478,7 @@ APU_INLINE __m256 broadcast_f16(const uint8_t *p) {
   return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(h)));
 }
 
-template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::quads> {
+template <> struct Group<Q6_K> : HalvesGroup<Q6_K> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i low4 = _mm512_set1_epi8(15);
@@ -488,12 +497,12 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K, Order::quads> {
   }
 };
 
-template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
+template <> struct Group<Q2_K> : HalvesGroup<Q2_K> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
     const __m512i bits = loaded(load512(p + 16)), low2 = _mm512_set1_epi8(3);
-    __m512i first, last; // blocks 0 4 beside 1 5, and 2 6 beside 3 7 four bits higher
-    interleave(bits, _mm512_srli_epi16(bits, 2), first, last);
+    __m512i first, last; // blocks 0, 1, 4, 5, and the others four bits higher
+    interleave_far(bits, _mm512_srli_epi16(bits, 2), first, last);
     g.q[0] = _mm512_and_si512(first, low2);
     g.q[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low2);
     g.q[2] = _mm512_and_si512(last, low2);
@@ -506,23 +515,25 @@ template <> struct Group<Q2_K> : HalvesGroup<Q2_K, Order::split> {
   }
 };
 
-template <> struct Group<Q3_K> : HalvesGroup<Q3_K, Order::split> {
+template <> struct Group<Q3_K> : HalvesGroup<Q3_K> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
-    const __m512i high = _mm512_broadcast_i64x4(load256(p)), bits = loaded(load512(p + 32)), low2 = _mm512_set1_epi8(3);
-    const __m512i z[4] = {_mm512_ternarylogic_epi64(bits, low2, high_bit<0, 4, 2>(high), 0xea), // (a & b) | c
-                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 2), low2, high_bit<1, 5, 2>(high), 0xea),
-                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 4), low2, high_bit<2, 6, 2>(high), 0xea),
-                          _mm512_ternarylogic_epi64(_mm512_srli_epi16(bits, 6), low2, high_bit<3, 7, 2>(high), 0xea)};
-    interleave(z[0], z[1], g.q[0], g.q[2]);
-    interleave(z[2], z[3], g.q[1], g.q[3]);
+    const __m512i bits = loaded(load512(p + 32)), low2 = _mm512_set1_epi8(3);
+    __m512i twos[2], high[2]; // blocks 0, 1, 4, 5, and the others four bits higher
+    interleave_far(bits, _mm512_srli_epi16(bits, 2), twos[0], twos[1]);
+    both_eights(p, high[0], high[1]);
+    for (int i = 0; i < 2; i++) {
+      g.q[2 * i] = _mm512_ternarylogic_epi64(twos[i], low2, block_bits<0, 1, 2>(high[i]), 0xea); // (a & b) | c
+      g.q[2 * i + 1] =
+          _mm512_ternarylogic_epi64(_mm512_srli_epi16(twos[i], 4), low2, block_bits<2, 1, 2>(high[i]), 0xea);
+    }
     uint64_t low;
     uint32_t top;
     memcpy(&low, p + 96, 8);
     memcpy(&top, p + 104, 4);
-    const uint64_t nibbles = 0x0f0f0f0f0f0f0f0full, twos = 0x3030303030303030ull;
-    const uint64_t top01 = (top << 4 | uint64_t{top} << 34) & twos; // bits 0..1 of a byte, then bits 2..3
-    const uint64_t top23 = (uint64_t{top} | uint64_t{top} >> 2 << 32) & twos;
+    const uint64_t nibbles = 0x0f0f0f0f0f0f0f0full, tops = 0x3030303030303030ull;
+    const uint64_t top01 = (top << 4 | uint64_t{top} << 34) & tops; // bits 0..1 of a byte, then bits 2..3
+    const uint64_t top23 = (uint64_t{top} | uint64_t{top} >> 2 << 32) & tops;
     const __m128i sixes = _mm_set_epi64x(static_cast<int64_t>((low >> 4 & nibbles) | top23),
                                          static_cast<int64_t>((low & nibbles) | top01));
     g.scales = _mm_sub_epi8(sixes, _mm_set1_epi8(32));

@@ -1,7 +1,7 @@
 // Quantised matrix times 1 to 7 rows of activations: bound by memory, every weight byte is read once, one row of
 // the matrix after the other (several rows at a time defeat the prefetcher: 50-60% of the read limit).
-// Each group of eight 32-blocks is unpacked once and multiplied with all T rows. The activations are first copied to
-// `work` in the order in which the type's bytes unpack, K bytes per row and call.
+// Each group of eight 32-blocks is unpacked once and multiplied with all T rows. Where the type's bytes do not unpack
+// in the order of the activations, these are first copied to `work`, K bytes per row and call.
 #include "avx512.h"
 #include "avx512_group.h"
 
@@ -28,39 +28,35 @@ size_t groups_of(uint32_t k) {
 constexpr int kPrefetch = 512; // bytes ahead; the best of 0 to 4096 for every type, by 0 to 13% of the read limit
 constexpr size_t kGroupBytes = kGroup + 4 * 2 * kLanes;
 
-// 256 bytes of eight blocks to another order.
-template <Order O> APU_INLINE void reorder(const int8_t *from, int8_t *to) {
-  __m512i z[4], q[4];
-  for (int i = 0; i < 4; i++) z[i] = load512(from + 64 * i);
-  if constexpr (O == Order::quads) {
-    interleave(z[0], z[2], q[0], q[2]);
-    interleave(z[1], z[3], q[1], q[3]);
-  } else if constexpr (O == Order::split) {
-    for (int i = 0; i < 2; i++)
-      interleave(_mm512_shuffle_i64x2(z[i], z[i + 2], 0x44), _mm512_shuffle_i64x2(z[i], z[i + 2], 0xee), q[i],
-                 q[i + 2]);
-  } else {
-    constexpr int even = O == Order::nibbles ? 0x88 : 0x44, odd = O == Order::nibbles ? 0xdd : 0xee;
-    interleave(_mm512_shuffle_i64x2(z[0], z[1], even), _mm512_shuffle_i64x2(z[2], z[3], even), q[0], q[2]);
-    interleave(_mm512_shuffle_i64x2(z[0], z[1], odd), _mm512_shuffle_i64x2(z[2], z[3], odd), q[1], q[3]);
+// One group: the activations' 256 bytes to the order of the type, and the correction from the halves' sums.
+template <class B> constexpr bool kReorders = Group<B>::kOrder != Order::quads;
+template <class B> APU_INLINE void pack_values(const __m512i *z, int8_t *y) {
+  constexpr bool nibbles = Group<B>::kOrder == Order::nibbles;
+  for (int i = 0; i < 4; i += 2) {
+    _mm512_store_si512(y + 64 * i, _mm512_shuffle_i64x2(z[i], z[i + 1], nibbles ? 0x88 : 0x44));
+    _mm512_store_si512(y + 64 * i + 64, _mm512_shuffle_i64x2(z[i], z[i + 1], nibbles ? 0xdd : 0xee));
   }
-  for (int i = 0; i < 4; i++) _mm512_store_si512(to + 64 * i, q[i]);
+}
+template <class B> APU_INLINE void pack_sums(__m512i sums, int32_t *c) {
+  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  if constexpr (offset == 0) return;
+  sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset));
+  if constexpr (Group<B>::kOrder == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<Order::nibbles>, sums);
+  _mm512_store_si512(c, sums);
 }
 
 template <class B> Packed pack(const ActBlocks &a, uint32_t rows, void *work) {
-  constexpr Order order = Group<B>::kOrder;
-  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
   const size_t groups = a.blocks / kLanes, all = rows * groups;
   auto *y = reinterpret_cast<int8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
   auto *c = reinterpret_cast<int32_t *>(y + all * kGroup);
   for (size_t g = 0; g < all; g++) {
-    reorder<order>(a.q + g * kGroup, y + g * kGroup);
-    if constexpr (offset == 0) continue;
-    __m512i sums = _mm512_mullo_epi32(load512(a.sum16 + 16 * g), _mm512_set1_epi32(-offset));
-    if constexpr (order == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<order>, sums);
-    _mm512_store_si512(c + 16 * g, sums);
+    pack_sums<B>(load512(a.sum16 + 16 * g), c + 16 * g);
+    if constexpr (!kReorders<B>) continue;
+    __m512i z[4];
+    for (int i = 0; i < 4; i++) z[i] = load512(a.q + g * kGroup + 64 * i);
+    pack_values<B>(z, y + g * kGroup);
   }
-  return {y, c, a.d, a.s16, a.s, groups};
+  return {kReorders<B> ? y : a.q, c, a.d, a.s16, a.s, groups};
 }
 
 // The canonical step of a group's eight blocks for T rows.
@@ -126,27 +122,29 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
   }
 }
 
-// Rows by twos, for at most four blocks in the last group.
+// Rows by twos, for at most four blocks in the last group. What loads read soon after must be stored whole: results
+// that miss the cache would keep it waiting in the store queue.
 template <class B, int T>
 void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t begin, uint32_t end, float *y,
                size_t y_stride) {
+  static constexpr Table<int32_t> twice{[](int i) { return i % 4 + i / 8 * 8; }}; // the first four of each plane
   alignas(64) int8_t q[T * kGroup];
-  alignas(64) float d[T * 16], s16[T * 16], s[T * 8];
-  alignas(64) int32_t sum16[T * 16];
-  alignas(64) uint8_t work[T * kGroupBytes];
+  alignas(64) int32_t c[T * 16];
+  alignas(64) float d[T * 16], s[T * 8];
   for (int t = 0; t < T; t++) {
     const size_t at = (t + 1) * a.groups - 1;
-    for (int i = 0; i < 2; i++) {
-      memcpy(q + t * kGroup + 128 * i, all.q + at * kGroup, 128);
-      memcpy(s + 8 * t + 4 * i, all.s + 8 * at, 16);
-      for (int h = 0; h < 2; h++) {
-        memcpy(d + 16 * t + 8 * h + 4 * i, all.d + 16 * at + 8 * h, 16);
-        memcpy(s16 + 16 * t + 8 * h + 4 * i, all.s16 + 16 * at + 8 * h, 16);
-        memcpy(sum16 + 16 * t + 8 * h + 4 * i, all.sum16 + 16 * at + 8 * h, 16);
-      }
+    __m512i z[4];
+    for (int i = 0; i < 4; i++) {
+      z[i] = load512(all.q + at * kGroup + 64 * i);
+      z[i] = _mm512_unpacklo_epi64(z[i], z[i]);
+      if constexpr (!kReorders<B>) _mm512_store_si512(q + t * kGroup + 64 * i, z[i]);
     }
+    if constexpr (kReorders<B>) pack_values<B>(z, q + t * kGroup);
+    pack_sums<B>(_mm512_permutexvar_epi32(twice, load512(all.sum16 + 16 * at)), c + 16 * t);
+    _mm512_store_ps(d + 16 * t, _mm512_permutexvar_ps(twice, _mm512_loadu_ps(a.d + 16 * at)));
+    _mm256_store_ps(s + 8 * t, _mm256_broadcast_ps(reinterpret_cast<const __m128 *>(a.s + 8 * at)));
   }
-  const Packed ends = pack<B>({q, d, s16, s, sum16, kLanes}, T, work);
+  const Packed ends{q, c, d, nullptr, s, 1};
   const uint32_t even = begin + (end - begin) / 2 * 2;
   rows<B, T, 2>(w, a, ends, begin, even, y, y_stride);
   rows<B, T, 1>(w, a, ends, even, end, y + (even - begin), y_stride);

@@ -1,7 +1,7 @@
 // Quantisation of activations (the bits of quant/activations.h) and row helpers of norms, attention and activation
 // functions. The helpers are accurate to a few units in the last place but need not have the same bits at every level.
 #include "avx512.h"
-#include "avx512_common.h"
+#include "avx512_group.h"
 
 #ifdef APU_AVX512
 
@@ -103,17 +103,12 @@ APU_INLINE void activate(const float *gate, const float *up, float *out, uint32_
 
 namespace {
 
-// Sums of the sixteen halves of a group of int8 values, in planes.
+// Sums of the sixteen halves of a group, in planes.
 APU_INLINE __m512i half_sums(const int8_t *q) {
-  static constexpr Table<int32_t> planes{[](int i) { return 4 * (2 * (i % 2) + i / 8) + i % 8 / 2; }};
-  __m512i r[4], t[2];
-  for (int i = 0; i < 4; i++)
-    r[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), load512(q + 64 * i));
-  for (int i = 0; i < 2; i++)
-    t[i] =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]));
-  const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(t[0], t[1]), _mm512_unpackhi_epi64(t[0], t[1]));
-  return _mm512_permutexvar_epi32(planes, sums);
+  const __m512i ones[4] = {_mm512_set1_epi8(1), _mm512_set1_epi8(1), _mm512_set1_epi8(1), _mm512_set1_epi8(1)};
+  __m512i first, second;
+  dot_registers(ones, q, first, second);
+  return to_planes<Order::quads>(add_even_odd(first, second));
 }
 
 // One of 16 numbers from each of 16 vectors: the largest as unsigned integers.
@@ -133,7 +128,8 @@ APU_INLINE __m512i max_of_each(__m512i *v) {
   return _mm512_max_epu32(_mm512_shuffle_i32x4(v[0], v[1], 0x88), _mm512_shuffle_i32x4(v[0], v[1], 0xdd));
 }
 
-// Eight blocks, `count` elements of them present; group g of one row's arrays. False when something is not finite.
+// Eight blocks, `count` elements of them present; group g of one row's arrays, q in the order of quads. False when
+// something is not finite.
 template <bool Tail> APU_INLINE bool quantize_group(const float *x, int count, const ActBlocks &a, size_t g) {
   // Half i / 8 of block i mod 8, the order of the planes.
   const auto load = [=](int i) {
@@ -151,13 +147,19 @@ template <bool Tail> APU_INLINE bool quantize_group(const float *x, int count, c
   const __m512 d = _mm512_maskz_div_ps(nonzero, amax, _mm512_set1_ps(127.0f));
   alignas(64) float inverse[16];
   _mm512_store_ps(inverse, _mm512_maskz_div_ps(nonzero, _mm512_set1_ps(1.0f), d));
-  int8_t *q = a.q + 256 * g;
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) {
-    const __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(load(i), _mm512_set1_ps(inverse[i])));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(q + 32 * (i % 8) + 16 * (i / 8)), _mm512_cvtepi32_epi8(n));
-  }
-  const __m512i sums = half_sums(q);
+  const auto quantized = [&](int i) {
+    return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load(i), _mm512_set1_ps(inverse[i]))));
+  };
+  auto *q = reinterpret_cast<__m128i *>(a.q + 256 * g);
+#pragma GCC unroll 4
+  for (int b = 0; b < 4; b++)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      const __m128i low = quantized(8 * h + b), high = quantized(8 * h + b + 4);
+      _mm_storeu_si128(q + 2 * b + h, _mm_unpacklo_epi64(low, high));
+      _mm_storeu_si128(q + 2 * b + h + 8, _mm_unpackhi_epi64(low, high));
+    }
+  const __m512i sums = half_sums(a.q + 256 * g);
   const __m512 s16 = _mm512_mul_ps(d, _mm512_cvtepi32_ps(sums));
   _mm512_storeu_ps(a.d + 16 * g, d);
   _mm512_storeu_si512(a.sum16 + 16 * g, sums);
@@ -171,7 +173,10 @@ void quantize_group_slowly(const float *x, int count, const ActBlocks &a, size_t
     for (int h = 0; h < 2; h++) {
       const int at = 32 * b + 16 * h, left = count - at;
       const size_t i = 16 * g + 8 * h + b;
-      a.d[i] = quant::quantize_half(x + at, left <= 0 ? 0 : left < 16 ? left : 16, a.q + 256 * g + at, a.sum16 + i);
+      int8_t half[16], *q = a.q + 256 * g + 32 * (b % 4) + 16 * h + 8 * (b / 4);
+      a.d[i] = quant::quantize_half(x + at, left <= 0 ? 0 : left < 16 ? left : 16, half, a.sum16 + i);
+      memcpy(q, half, 8);
+      memcpy(q + 128, half + 8, 8);
       a.s16[i] = a.d[i] * static_cast<float>(a.sum16[i]);
     }
     a.s[8 * g + b] = a.s16[16 * g + b] + a.s16[16 * g + b + 8];
