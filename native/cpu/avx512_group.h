@@ -401,9 +401,9 @@ template <class B> struct PairsGroup {
         g.q[2 * i] = _mm512_and_si512(nibbles[i], low4);
         g.q[2 * i + 1] = high_nibbles(nibbles[i]);
       } else {
-        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles[i], low4, block_bits<0, 2, 4>(bits[i]), 0xea); // (a & b) | c
+        g.q[2 * i] = _mm512_ternarylogic_epi64(nibbles[i], low4, (block_bits<0, 2, 4>(bits[i])), 0xea); // (a & b) | c
         g.q[2 * i + 1] =
-            _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles[i], 4), low4, block_bits<1, 2, 4>(bits[i]), 0xea);
+            _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles[i], 4), low4, (block_bits<1, 2, 4>(bits[i])), 0xea);
       }
     }
     return g;
@@ -486,8 +486,8 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K> {
     for (int i = 0; i < 2; i++) {
       const __m512i nibbles = loaded(load512(p + 64 * i));
       const __m512i bits = _mm512_broadcast_i64x4(load256(p + 128 + 32 * i));
-      z[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, two_bits<0, 2, 4>(bits), 0xea); // (a & b) | c
-      z[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, two_bits<4, 6, 4>(bits), 0xea);
+      z[2 * i] = _mm512_ternarylogic_epi64(nibbles, low4, (two_bits<0, 2, 4>(bits)), 0xea); // (a & b) | c
+      z[2 * i + 1] = _mm512_ternarylogic_epi64(_mm512_srli_epi16(nibbles, 4), low4, (two_bits<4, 6, 4>(bits)), 0xea);
     }
     interleave(z[0], z[2], g.q[0], g.q[2]);
     interleave(z[1], z[3], g.q[1], g.q[3]);
@@ -523,9 +523,9 @@ template <> struct Group<Q3_K> : HalvesGroup<Q3_K> {
     interleave_far(bits, _mm512_srli_epi16(bits, 2), twos[0], twos[1]);
     both_eights(p, high[0], high[1]);
     for (int i = 0; i < 2; i++) {
-      g.q[2 * i] = _mm512_ternarylogic_epi64(twos[i], low2, block_bits<0, 1, 2>(high[i]), 0xea); // (a & b) | c
+      g.q[2 * i] = _mm512_ternarylogic_epi64(twos[i], low2, (block_bits<0, 1, 2>(high[i])), 0xea); // (a & b) | c
       g.q[2 * i + 1] =
-          _mm512_ternarylogic_epi64(_mm512_srli_epi16(twos[i], 4), low2, block_bits<2, 1, 2>(high[i]), 0xea);
+          _mm512_ternarylogic_epi64(_mm512_srli_epi16(twos[i], 4), low2, (block_bits<2, 1, 2>(high[i])), 0xea);
     }
     uint64_t low;
     uint32_t top;
