@@ -202,7 +202,7 @@ enum {
 
 enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };
 /* Activations that meet quantised weights. DEFAULT: int8, one scale for 16. EXACT: float. FINE: twice int8, the second
- * time of what the first lost (15 bits), the two products added; few rows cost little more than DEFAULT. */
+ * time of what the first lost (15 bits), the two products added; for one row half as slow again as DEFAULT. */
 enum { APU_PRECISION_DEFAULT = 0, APU_PRECISION_EXACT = 1, APU_PRECISION_FINE = 2 };
 enum { APU_ROPE_PAIRS = 0, APU_ROPE_HALVES = 1 }; /* rotate (2i, 2i+1), or (i, i + dims/2) */
 
