@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from apu_engine._native import PAGE_TOKENS, Device, Region, lib
+from apu_engine._native import Device, Region, lib
 from apu_engine.arch import gemma3, llama
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
 from apu_engine.plan import DeviceBinder, Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec
 from apu_engine.plan.builder import PRECISIONS
+from apu_engine.plan.spec import most_pages
 from apu_engine.plan.weights import Binder, MappedFile
 from apu_engine.weights.model_file import ModelFile
 
@@ -222,11 +223,7 @@ def groups(spec: PlanSpec) -> tuple[GroupSpec, ...]:
 
 def page_count(options: PlanOptions, window: int) -> int:
     """Pages of a group for `parallel` sequences: `ctx` tokens each, or what a window and a step touch."""
-    full = -(-options.ctx // PAGE_TOKENS)
-    if window:
-        span = window + options.max_rows - 1  # tokens that the first and the last row of a step reach together
-        full = min(full, (span + PAGE_TOKENS - 2) // PAGE_TOKENS + 1)
-    return full * options.parallel
+    return most_pages(options.ctx, window, options.max_rows) * options.parallel
 
 
 def _group_windows(config: Config) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from apu_engine.engine.pages import PAGE_TOKENS
+from apu_engine._native import PAGE_TOKENS
 from apu_engine.errors import BudgetError
 from apu_engine.memory.budget import human_bytes
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apu_engine._native import PAGE_TOKENS
 from apu_engine.config import EngineConfig
 from apu_engine.engine.context import ContextChoice, choose_context
 from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
-from apu_engine.engine.pages import PAGE_TOKENS
 from apu_engine.engine.sampling import sampling_defaults
 from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
 from apu_engine.memory.budget import human_bytes, memory_available

@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE_TOKENS = 128
-NO_PAGE = 0xFFFFFFFF
+from apu_engine._native import NO_PAGE, PAGE_TOKENS
+from apu_engine.plan.spec import most_pages
 
 
 class GroupLike(Protocol):
@@ -46,11 +46,7 @@ class PageGroup:
 
     def most_pages(self, tokens: int, rows: int) -> int:
         """The most pages a sequence of `tokens` holds at once when a step adds at most `rows` of them."""
-        pages = -(-tokens // PAGE_TOKENS)
-        if self.window:
-            span = self.window + rows - 1  # tokens that the first and the last row of a step reach together
-            pages = min(pages, (span + PAGE_TOKENS - 2) // PAGE_TOKENS + 1)
-        return pages
+        return most_pages(tokens, self.window, rows)
 
     def take(self) -> int:
         return self._free.pop()

@@ -25,6 +25,15 @@ OP_NAMES: dict[int, str] = {
 }
 
 
+def most_pages(tokens: int, window: int, rows: int) -> int:
+    """The most pages a sequence of `tokens` holds at once when a step adds at most `rows`; `window` 0 keeps all."""
+    pages = -(-tokens // PAGE_TOKENS)
+    if window:
+        span = window + rows - 1  # tokens that the first and the last row of a step reach together
+        pages = min(pages, (span + PAGE_TOKENS - 2) // PAGE_TOKENS + 1)
+    return pages
+
+
 class Segment(NamedTuple):
     """Rows [row_begin, row_begin + row_count) of a weight at a device address."""
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apu_engine._native import NO_PAGE, PAGE_TOKENS
 from apu_engine.engine.engine import StepCancelled
 from apu_engine.engine.job import Done, Job, SamplingParams, TokenEvent
-from apu_engine.engine.pages import NO_PAGE, PAGE_TOKENS
 from apu_engine.engine.scheduler import Chunk
 
 VOCABULARY = 97

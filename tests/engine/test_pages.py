@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from apu_engine.engine.pages import NO_PAGE, PAGE_TOKENS, PageGroup, PagePool, PageTable
+from apu_engine._native import NO_PAGE, PAGE_TOKENS
+from apu_engine.engine.pages import PageGroup, PagePool, PageTable
 
 
 @dataclass(frozen=True)
