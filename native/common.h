@@ -22,4 +22,11 @@ apu_status failv(apu_status status, const char *format, va_list args);
 const char *dtype_name(uint32_t dtype); // "Q4_1"; "dtype 99" is written by the caller for unknown numbers ("?")
 const char *op_name(uint32_t kind);     // "MATMUL"; "?" when unknown
 
+// Passes a failure on; the error text is set already.
+#define TRY(expression)                                                                                                \
+  do {                                                                                                                 \
+    apu_status try_status = (expression);                                                                              \
+    if (try_status != APU_OK) return try_status;                                                                       \
+  } while (0)
+
 } // namespace apu

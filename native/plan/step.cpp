@@ -10,12 +10,6 @@
 namespace apu {
 namespace {
 
-#define TRY(expression)                                                                                                \
-  do {                                                                                                                 \
-    apu_status try_status = (expression);                                                                              \
-    if (try_status != APU_OK) return try_status;                                                                       \
-  } while (0)
-
 apu_status check_rows(const PlanInfo &plan, const Previous &previous, const apu_step &step) {
   uint32_t covered = 0;
   for (uint32_t s = 0; s < step.sequence_count; ++s) {

@@ -207,12 +207,6 @@ private:
   size_t index_;
 };
 
-#define TRY(expression)                                                                                                \
-  do {                                                                                                                 \
-    apu_status try_status = (expression);                                                                              \
-    if (try_status != APU_OK) return try_status;                                                                       \
-  } while (0)
-
 apu_status check_embed(const OpCheck &c) {
   const apu_op &op = c.op();
   TRY(c.operands(0, 1, 1, 0));
