@@ -20,7 +20,6 @@ struct apu_plan;
 namespace apu::cpu {
 
 constexpr size_t kAlign = 64;
-constexpr uint32_t kRedundantRows = 2; // up to here every worker prepares a matrix's input for itself
 
 inline size_t aligned(size_t bytes) {
   return (bytes + kAlign - 1) / kAlign * kAlign;

@@ -1,14 +1,12 @@
 // MATMUL: up to four matrices over one input, with everything that would otherwise be another pass over memory.
 //
-// The input is normed and quantised once: by every worker for itself when there are one or two rows (cheaper than a
-// barrier), else split by rows. Then the matrices' rows, all matrices together, are split into units of 8 (few rows) or
-// 32 (many), so that each worker streams one contiguous part of the weights. A gated pair computes gate and up of the
-// same rows into the worker's tile and writes only act(gate) * up. Precision "fine" gives the kernels two rows of int8
-// for each input row, of the input and of what its quantisation lost, and adds the results in pairs.
-#include "cpu/ops.h"
+// The input is prepared once (matrix_product.h). Then the matrices' rows, all matrices together, are split into units
+// of 8 (few rows) or 32 (many), so that each worker streams one contiguous part of the weights. A gated pair computes
+// gate and up of the same rows into the worker's tile and writes only act(gate) * up. Precision "fine" adds the results
+// of its two terms in pairs.
+#include "cpu/matrix_product.h"
 
 #include "common.h"
-#include "quant/activations.h"
 
 #include <cmath>
 #include <cstring>
@@ -16,12 +14,6 @@
 namespace apu::cpu {
 namespace {
 
-constexpr uint32_t kMany = 8;       // rows from which units are wide
-constexpr uint32_t kNarrowUnit = 8; // matrix rows
-constexpr uint32_t kWideUnit = 32;
-constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at once: a microsecond of reading
-constexpr uint32_t kMaxChunkRows = 256;
-constexpr uint32_t kMaxTile = 512; // input rows computed in one call
 constexpr size_t kTileFloats = size_t(kMaxTile) * kWideUnit;
 static_assert(kTileFloats >= 2 * size_t(kMany) * kMaxChunkRows); // two terms
 
@@ -36,14 +28,9 @@ struct Side {
 class Matmul final : public Op {
 public:
   Matmul(Builder &b, const apu_op &op)
-      : in_tensor_(*b.info().tensor(op.in[0])), in_(b.scratch(op.in[0])), residual_(b.scratch(op.in[1])),
-        norm_(b.vector(op.w[0])), eps_(op.f[0]), cap_(op.f[1]), k_(uint32_t(in_tensor_.inner)), layout_(k_) {
-    switch (op.i[0]) {
-    case APU_ACT_SILU: activation_ = b.kernels().silu_mul; break;
-    case APU_ACT_GELU_TANH: activation_ = b.kernels().gelu_tanh_mul; break;
-    case APU_ACT_GELU_ERF: activation_ = b.kernels().gelu_erf_mul; break;
-    default: break;
-    }
+      : in_tensor_(*b.info().tensor(op.in[0])), residual_(b.scratch(op.in[1])), cap_(op.f[1]),
+        k_(uint32_t(in_tensor_.inner)), activation_(activation(b.kernels(), op.i[0])) {
+    bool floats = false, quantized = false;
     for (; count_ < 4 && op.w[1 + count_] != APU_NONE; ++count_) {
       Side &s = sides_[count_];
       s.w = b.info().tensor(op.w[1 + count_]);
@@ -51,21 +38,19 @@ public:
       s.out = b.scratch(op.out[count_]);
       s.n = uint32_t(s.w->rows);
       s.quantized = is_quantized(s.w->d.dtype) && op.i[1] != APU_PRECISION_EXACT;
-      (s.quantized ? any_quantized_ : any_float_) = true;
+      (s.quantized ? quantized : floats) = true;
     }
-    terms_ = any_quantized_ && op.i[1] == APU_PRECISION_FINE ? 2 : 1;
+    input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], k_, floats, quantized,
+                         op.i[1] == APU_PRECISION_FINE);
+    terms_ = input_.terms();
     work_bytes_ = b.kernels().work_bytes(k_);
     // A tile's call must stay far below the time in which a cancellation is to be noticed.
     uint64_t macs = &b.kernels() == portable_table() ? 1u << 23 : 1u << 28;
     tile_ = uint32_t(std::clamp<uint64_t>(macs / kWideUnit / k_ / terms_ / 32 * 32, 32, kMaxTile / terms_));
-    uint64_t rows = std::max<uint64_t>(in_tensor_.rows, 1);
-    Workspace &ws = b.workspace;
-    ws.act_bytes = std::max(ws.act_bytes, any_quantized_ ? layout_.bytes(rows * terms_) : 0);
-    ws.normed_bytes = std::max(ws.normed_bytes, any_float_ && norm_ ? rows * k_ * sizeof(float) : 0);
-    ws.worker_bytes = std::max(
-        ws.worker_bytes, aligned(kRedundantRows * size_t(k_) * sizeof(float)) + layout_.bytes(kRedundantRows * terms_) +
-                             aligned(terms_ == 2 ? k_ * sizeof(float) : 0) +
-                             (1 + terms_) * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
+    input_.reserve(b.workspace, in_tensor_.rows);
+    b.workspace.worker_bytes =
+        std::max(b.workspace.worker_bytes,
+                 input_.worker_bytes() + (1 + terms_) * aligned(kTileFloats * sizeof(float)) + aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
@@ -76,12 +61,10 @@ public:
            scratch.take<float>(kTileFloats),
            scratch.take<float>(kTileFloats),
            terms_ == 2 ? scratch.take<float>(kTileFloats) : nullptr,
-           terms_ == 2 ? scratch.take<float>(k_) : nullptr,
            scratch.bytes(work_bytes_),
-           in_,
            {},
            rows};
-    prepare(worker, run, scratch, c);
+    c.in = input_.prepare(worker, run, scratch, rows);
     uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit;
     uint32_t first[5] = {}; // unit at which each matrix begins
     uint32_t blocks = activation_ ? 1 : count_;
@@ -114,73 +97,23 @@ private:
     Run &run;
     float *tile; // (rows, units' rows)
     float *tile2;
-    float *pairs;    // (rows, 2, units' rows) where there are two terms
-    float *residual; // (K) likewise
+    float *pairs; // (rows, 2, units' rows) where there are two terms
     void *work;
-    const float *x; // (T, K)
-    ActBlocks a;    // (T, terms) rows
+    InputRows in;
     uint32_t rows;
   };
-
-  void quantize(const Call &c, const float *x, size_t t) const {
-    const KernelTable &kernels = *c.run.kernels;
-    kernels.quantize(x, k_, 1, k_, c.a.from(t * terms_));
-    if (terms_ == 1) return;
-    quant::quantize_residual(x, k_, c.residual);
-    kernels.quantize(c.residual, k_, 1, k_, c.a.from(t * terms_ + 1));
-  }
-
-  void prepare(Worker &worker, Run &run, Bump &scratch, Call &c) {
-    const KernelTable &kernels = *run.kernels;
-    if (c.rows <= kRedundantRows) {
-      if (norm_) {
-        float *x = scratch.take<float>(size_t(c.rows) * k_);
-        for (size_t t = 0; t < c.rows; ++t) kernels.rms_norm(in_ + t * k_, norm_, nullptr, eps_, x + t * k_, k_);
-        c.x = x;
-      }
-      if (any_quantized_) {
-        c.a = layout_.at(scratch.bytes(layout_.bytes(c.rows * terms_)), c.rows * terms_);
-        for (size_t t = 0; t < c.rows; ++t) quantize(c, c.x + t * k_, t);
-      }
-      return;
-    }
-    if (!norm_ && !any_quantized_) return;
-    float *row = scratch.take<float>(k_);
-    float *normed = any_float_ && norm_ ? run.workspace->normed : nullptr; // (T, K)
-    if (any_quantized_) c.a = layout_.at(run.workspace->act, c.rows * terms_);
-    Split split(worker, c.rows, 1 + 2048 / k_);
-    for (uint32_t begin, end; split.next(begin, end);) {
-      if (run.stopping()) break;
-      for (size_t t = begin; t < end; ++t) {
-        const float *x = in_ + t * k_;
-        if (norm_) {
-          float *to = normed ? normed + t * k_ : row;
-          kernels.rms_norm(x, norm_, nullptr, eps_, to, k_);
-          x = to;
-        }
-        if (any_quantized_) quantize(c, x, t);
-      }
-    }
-    worker.barrier();
-    if (normed) c.x = normed;
-  }
 
   // y[t * stride + n - begin] for input rows [t0, t0 + tn) and matrix rows [begin, end).
   void product(const Call &c, const Side &s, uint32_t t0, uint32_t tn, uint32_t begin, uint32_t end, float *y,
                size_t stride) const {
-    for (const apu_segment &g : s.w->segments) {
-      uint64_t b = std::max<uint64_t>(begin, g.row_begin), e = std::min<uint64_t>(end, g.row_begin + g.row_count);
-      if (b >= e) continue;
-      Matrix matrix{reinterpret_cast<const uint8_t *>(g.address), g.row_stride, s.w->d.dtype, k_};
-      float *to = y + (b - begin);
-      uint32_t first = uint32_t(b - g.row_begin), last = uint32_t(e - g.row_begin);
+    for_segments(*s.w, begin, end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
       if (!s.quantized)
-        c.run.kernels->matmul_float(matrix, c.x + size_t(t0) * k_, k_, tn, first, last, to, stride, c.work);
+        c.run.kernels->matmul_float(matrix, c.in.x + size_t(t0) * k_, k_, tn, first, last, y + at, stride, c.work);
       else if (terms_ == 1)
-        c.run.kernels->matmul(matrix, c.a.from(t0), tn, first, last, to, stride, c.work);
+        c.run.kernels->matmul(matrix, c.in.a.from(t0), tn, first, last, y + at, stride, c.work);
       else
-        add_terms(c, matrix, t0, tn, first, last, to, stride);
-    }
+        add_terms(c, matrix, t0, tn, first, last, y + at, stride);
+    });
     if (!s.bias) return;
     for (uint32_t t = 0; t < tn; ++t)
       for (uint32_t n = begin; n < end; ++n) y[t * stride + n - begin] += s.bias[n];
@@ -189,7 +122,7 @@ private:
   void add_terms(const Call &c, const Matrix &matrix, uint32_t t0, uint32_t tn, uint32_t first, uint32_t last,
                  float *to, size_t stride) const {
     const size_t width = last - first;
-    c.run.kernels->matmul(matrix, c.a.from(size_t(t0) * 2), tn * 2, first, last, c.pairs, width, c.work);
+    c.run.kernels->matmul(matrix, c.in.a.from(size_t(t0) * 2), tn * 2, first, last, c.pairs, width, c.work);
     for (size_t t = 0; t < tn; ++t) {
       const float *pair = c.pairs + 2 * t * width;
       for (size_t n = 0; n < width; ++n) to[t * stride + n] = pair[n] + pair[width + n];
@@ -226,18 +159,14 @@ private:
   }
 
   const Tensor &in_tensor_;
-  const float *in_;       // (T, K)
   const float *residual_; // (T, N) or null
-  const float *norm_;     // (K) or null
-  float eps_;
   float cap_;
   uint32_t k_;
-  ActLayout layout_;
+  Activation activation_;
+  MatrixInput input_;
   Side sides_[4];
   uint32_t count_ = 0;
-  bool any_quantized_ = false, any_float_ = false;
   uint32_t terms_ = 1; // of a quantised input
-  void (*activation_)(const float *, const float *, float *, uint32_t) = nullptr;
   size_t work_bytes_ = 0;
   uint32_t tile_ = kMaxTile;
 };

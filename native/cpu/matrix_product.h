@@ -1,0 +1,67 @@
+// What the ops over matrices share: their input as the kernels take it, and the walk over a weight's segments.
+//
+// The input is normed and quantised once: by every worker for itself when there are one or two rows (cheaper than a
+// barrier), else split by rows. Precision "fine" makes two rows of int8 of each input row, of the input and of what its
+// quantisation lost.
+#pragma once
+
+#include "cpu/ops.h"
+
+namespace apu::cpu {
+
+constexpr uint32_t kRedundantRows = 2; // up to here every worker prepares the input for itself
+constexpr uint32_t kMany = 8;          // rows from which units of work are wide
+constexpr uint32_t kNarrowUnit = 8;    // matrix rows
+constexpr uint32_t kWideUnit = 32;
+constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at once: a microsecond of reading
+constexpr uint32_t kMaxChunkRows = 256;
+constexpr uint32_t kMaxTile = 512; // input rows computed in one call
+
+struct InputRows {
+  const float *x = nullptr; // (T, K) normed; where only quantised matrices read it, not kept
+  ActBlocks a{};            // (T, terms) rows
+};
+
+class MatrixInput {
+public:
+  MatrixInput() : layout_(0) {}
+  // `floats` and `quantized` say what kinds of matrices read it; norm may be null.
+  MatrixInput(const float *in, const float *norm, float eps, uint32_t k, bool floats, bool quantized, bool fine)
+      : in_(in), norm_(norm), eps_(eps), k_(k), layout_(k), floats_(floats), quantized_(quantized),
+        terms_(quantized && fine ? 2 : 1) {}
+
+  uint32_t terms() const { return terms_; }
+  void reserve(Workspace &ws, uint64_t rows) const; // the shared part
+  size_t worker_bytes() const;
+  // All workers; x is valid where `floats`, a where `quantized`.
+  InputRows prepare(Worker &worker, Run &run, Bump &scratch, uint32_t rows) const;
+
+private:
+  void quantize(const KernelTable &kernels, const float *x, const ActBlocks &to, float *residual) const;
+
+  const float *in_ = nullptr;   // (T, K)
+  const float *norm_ = nullptr; // (K) or null
+  float eps_ = 0;
+  uint32_t k_ = 0;
+  ActLayout layout_;
+  bool floats_ = false, quantized_ = false;
+  uint32_t terms_ = 1;
+};
+
+// act(gate) * up; null for APU_ACT_NONE.
+using Activation = void (*)(const float *gate, const float *up, float *out, uint32_t n);
+Activation activation(const KernelTable &kernels, int32_t kind);
+
+// Calls f(segment's matrix, its first row, its last, rows after `begin` that it starts at) over rows [begin, end).
+template <typename F> void for_segments(const Tensor &w, uint64_t begin, uint64_t end, F f) {
+  auto g = w.segments.begin();
+  if (w.segments.size() > 1) // one for each expert of a large file
+    g = std::partition_point(g, w.segments.end(), [=](auto &s) { return s.row_begin + s.row_count <= begin; });
+  for (; g != w.segments.end() && g->row_begin < end; ++g) {
+    const uint64_t b = std::max(begin, g->row_begin), e = std::min(end, g->row_begin + g->row_count);
+    f(Matrix{reinterpret_cast<const uint8_t *>(g->address), g->row_stride, w.d.dtype, uint32_t(w.inner)},
+      uint32_t(b - g->row_begin), uint32_t(e - g->row_begin), uint32_t(b - begin));
+  }
+}
+
+} // namespace apu::cpu
