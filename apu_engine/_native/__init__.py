@@ -163,6 +163,15 @@ class Device:
             driver_version=props.driver_version,
         )
 
+    def read_rate(self, address: int, nbytes: int, passes: int = 1) -> float:
+        """Bytes per second at which all workers together read a host range with plain loads: the best of `passes`.
+
+        What bounds a product with weights that lie there. Raises InvalidError for an empty range.
+        """
+        rate = ffi.new("double *")
+        check(lib.apu_kernel_read(self.handle, ffi.cast("void *", address), nbytes, passes, rate))
+        return float(rate[0]) * 1e9
+
     def close(self) -> None:
         if self.handle is not None:
             lib.apu_device_close(self.handle)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from apu_engine._native import NONE, lib
-from apu_engine.plan.spec import Op, PlanSpec, Tensor
+from apu_engine.plan.cost import decode_bytes, weight_bytes
+from apu_engine.plan.spec import PlanSpec, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,10 @@ def lines(spec: PlanSpec) -> Iterator[OpLine]:
             inputs=", ".join(_tensor(spec.tensors[i]) for i in op.reads()),
             outputs=", ".join(_tensor(spec.tensors[i]) for i in op.writes()),
             weights=", ".join(_tensor(weight) for weight in weights),
-            weight_bytes=sum(_bytes_read(op, weight) for weight in weights),
+            weight_bytes=sum(weight_bytes(op, weight) for weight in weights),
             kv_bytes=sum(state.token_bytes for state in states) if op.kind == lib.APU_OP_ATTENTION else 0,
             window=states[0].window if states else 0,
         )
-
-
-def _bytes_read(op: Op, weight: Tensor) -> int:
-    return weight.row_bytes if op.kind == lib.APU_OP_EMBED else weight.nbytes
 
 
 def _tensor(tensor: Tensor) -> str:
@@ -58,15 +55,6 @@ def _tensor(tensor: Tensor) -> str:
     shape = tensor.letters if not tensor.is_weight else " ".join(map(str, tensor.shape))
     kind = f" {tensor.type_name}" if tensor.is_weight else ""
     return f"{name.removesuffix('.weight')} ({shape}){kind}"
-
-
-def decode_bytes(spec: PlanSpec, context: int) -> tuple[int, int]:
-    """(weight bytes, KV bytes) that one decode step reads at `context` tokens, by one sequence."""
-    weights = kv = 0
-    for line in lines(spec):
-        weights += line.weight_bytes
-        kv += line.kv_bytes * min(context, line.window or context)
-    return weights, kv
 
 
 def render(spec: PlanSpec, *, context: int | None = None) -> str:

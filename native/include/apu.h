@@ -344,7 +344,8 @@ APU_API apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_
                                      uint32_t k);
 /* out (rows, k) f32 from rows of `dtype`. */
 APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *out, uint64_t rows, uint64_t k);
-/* Plain reads of a range by all workers; GB/s of the best of `repeats` passes. */
+/* Plain reads of a range by all workers, each its contiguous part: the read limit of products with weights that lie
+ * there. GB/s (1e9 bytes) of the best of `repeats` passes. */
 APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
                                    double *gb_per_s);
 

@@ -8,7 +8,8 @@ from apu_engine import arch
 from apu_engine._native import NONE, Chunk, lib
 from apu_engine.errors import ApuError, ModelError
 from apu_engine.plan import Limits, OfflineBinder, PlanBuilder, PlanSpec, Tensor
-from apu_engine.plan.dump import decode_bytes, lines, render
+from apu_engine.plan.cost import decode_bytes
+from apu_engine.plan.dump import lines, render
 from apu_engine.plan.liveness import lifetimes
 from apu_engine.plan.weights import split
 from apu_engine.weights.gguf import open_model

@@ -1,0 +1,131 @@
+"""What an op reads and computes, from its operands alone: the figures that a measured time is compared with.
+
+Weights count once per step, however many rows share them; an embedding counts the rows that it looks up; a matrix of
+experts counts those that the rows chose, at most all. The KV cache counts once per step and layer, from the first
+token that any row can see. Activations are not counted: they stay in the caches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from apu_engine._native import NONE, lib
+from apu_engine.plan.spec import Op, PlanSpec, Tensor
+
+_FAMILIES = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn qkv"),
+    "attn_output": "attn out",
+    **dict.fromkeys(("ffn_gate", "ffn_up"), "gate/up"),
+    "ffn_down": "down",
+    "ffn_gate_inp": "router",
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
+    **dict.fromkeys(("output", "token_embd"), "head"),
+}
+MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL,))
+_KINDS = {
+    lib.APU_OP_EMBED: "embedding",
+    lib.APU_OP_RMS_NORM: "norms",
+    lib.APU_OP_GATHER_NORM: "norms",
+    lib.APU_OP_ROPE_STORE: "rope",
+    lib.APU_OP_ATTENTION: "attention",
+    lib.APU_OP_SAMPLE: "sample",
+}
+
+
+class Cost(NamedTuple):
+    """Bytes read and multiply-adds of one op in one step."""
+
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    multiply_adds: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+
+class Rows(NamedTuple):
+    """A step of one sequence: `rows` tokens, the last at position `end` - 1, and `outputs` rows of logits."""
+
+    rows: int
+    outputs: int
+    end: int
+
+
+DECODE = Rows(1, 1, 1)
+
+
+def cost(spec: PlanSpec, op: Op, step: Rows = DECODE) -> Cost:
+    """What `op` reads and computes in `step`."""
+    weights = matrices = 0
+    rows = op_rows(spec, op, step)
+    for tensor in operands(spec, op):
+        weights += weight_bytes(op, tensor, rows)
+        matrices += multiply_adds(op, tensor, rows)
+    return Cost(weights, kv_bytes(spec, op, step), matrices)
+
+
+def operands(spec: PlanSpec, op: Op) -> list[Tensor]:
+    """The weights of an op."""
+    return [spec.tensors[weight] for weight in op.weights if weight != NONE]
+
+
+def op_rows(spec: PlanSpec, op: Op, step: Rows) -> int:
+    """How many rows of `step` the op works on: those of its result, or of what it reads when it has none."""
+    of_outputs = any(spec.tensors[i].rows == lib.APU_ROWS_OUTPUT for i in (*op.writes(), *op.reads()))
+    return step.outputs if of_outputs else step.rows
+
+
+def weight_bytes(op: Op, weight: Tensor, rows: int = 1) -> int:
+    """Bytes of `weight` that `rows` rows read together."""
+    if op.kind == lib.APU_OP_EMBED:
+        return weight.row_bytes * rows
+    return weight.nbytes if rows else 0
+
+
+def multiply_adds(op: Op, weight: Tensor, rows: int) -> int:
+    if not is_matrix(op) or len(weight.shape) < 2:
+        return 0
+    return weight.row_count * weight.shape[-1] * rows
+
+
+def kv_bytes(spec: PlanSpec, op: Op, step: Rows) -> int:
+    """Bytes of the KV cache that attention reads: every visible token once."""
+    if op.kind != lib.APU_OP_ATTENTION or not step.rows:
+        return 0
+    states = [spec.states[state] for state in op.states]
+    window = states[0].window
+    tokens = min(step.end, window + step.rows - 1) if window else step.end
+    return tokens * sum(state.token_bytes for state in states)
+
+
+def decode_bytes(spec: PlanSpec, context: int) -> tuple[int, int]:
+    """(weight bytes, KV bytes) that one decode step reads at `context` tokens, by one sequence."""
+    weights = kv = 0
+    for op in spec.ops:
+        each = cost(spec, op, Rows(1, 1, context))
+        weights += each.weight_bytes
+        kv += each.kv_bytes
+    return weights, kv
+
+
+def is_matrix(op: Op) -> bool:
+    """Whether the op multiplies with matrices."""
+    return op.kind in MATRIX_KINDS
+
+
+def family(spec: PlanSpec, op: Op) -> str:
+    """What an op is for: "attn qkv", "attn out", "gate/up", "down", "experts", "head", "attention", "norms", ...
+
+    An op of matrices is named after them; unknown ones keep their names, as "attn_x + attn_y".
+    """
+    if not is_matrix(op):
+        return _KINDS.get(op.kind, op.name)
+    names: dict[str, None] = {}
+    for tensor in operands(spec, op):
+        if len(tensor.shape) < 2:
+            continue
+        name = tensor.name.split(".", 2)[2] if tensor.name.startswith("blk.") else tensor.name
+        name = name.removesuffix(".weight")
+        names[_FAMILIES.get(name, name)] = None
+    return " + ".join(names) or op.name
