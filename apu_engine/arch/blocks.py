@@ -32,6 +32,19 @@ MATRIX_TYPES: frozenset[int] = frozenset(
         lib.APU_Q4_K,
         lib.APU_Q5_K,
         lib.APU_Q6_K,
+        lib.APU_IQ2_XXS,
+        lib.APU_IQ2_XS,
+        lib.APU_IQ3_XXS,
+        lib.APU_IQ1_S,
+        lib.APU_IQ4_NL,
+        lib.APU_IQ3_S,
+        lib.APU_IQ2_S,
+        lib.APU_IQ4_XS,
+        lib.APU_IQ1_M,
+        lib.APU_TQ1_0,
+        lib.APU_TQ2_0,
+        lib.APU_MXFP4,
+        lib.APU_NVFP4,
     )
 )
 VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32,))

@@ -170,13 +170,16 @@ void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const 
     }
 }
 
-size_t work_bytes(uint32_t k) { // panels, or a dequantised row
-  const size_t panels = gemm_work_bytes(k), row = size_t{k} * sizeof(float);
-  return panels > row ? panels : row;
+size_t work_bytes(uint32_t k) { // panels, an unpacked row, or a dequantised one
+  size_t bytes = size_t{k} * sizeof(float);
+  if (gemm_work_bytes(k) > bytes) bytes = gemm_work_bytes(k);
+  if (unpacked_work_bytes(k) > bytes) bytes = unpacked_work_bytes(k);
+  return bytes;
 }
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
+  if (!has_format(w.dtype)) return matmul_unpacked(w, a, rows, begin, end, y, y_stride, work);
   const uint32_t middle = rows < kGemmRows ? begin : begin + (end - begin) / 8 * 8;
   if (middle > begin) gemm(w, a, rows, begin, middle, y, y_stride, work);
   if (middle < end) with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});

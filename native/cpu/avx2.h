@@ -1,5 +1,6 @@
 // Functions of the AVX2 level, one group a file: matrices of quantised types (avx2.cpp for few rows, avx2_gemm.cpp for
-// many), of float types and exact precision (avx2_float.cpp), row helpers (avx2_rows.cpp).
+// many, avx2_unpacked.cpp for rare types), of float types and exact precision (avx2_float.cpp), row helpers
+// (avx2_rows.cpp).
 #pragma once
 
 #include "kernels.h"
@@ -16,6 +17,10 @@ size_t work_bytes(uint32_t k);
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
           void *work);
 size_t gemm_work_bytes(uint32_t k);
+// matmul for types without a minimum, any number of rows: the ones that avx2_formats.h has no format for.
+void matmul_unpacked(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
+                     size_t y_stride, void *work);
+size_t unpacked_work_bytes(uint32_t k);
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
 
 float dot(const float *a, const float *b, uint32_t n);

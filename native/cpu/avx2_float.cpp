@@ -9,6 +9,7 @@
 
 #include "../include/apu.h"
 #include "../quant/unpack.h"
+#include "../quant/visit.h"
 #include "avx2.h"
 #include "avx2_formats.h"
 
@@ -157,7 +158,9 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
     for (; i < k; ++i) out[i] = BF16::load1(in + 2 * size_t{i});
     break;
   }
-  default: with_format(dtype, DequantizeRow{in, k, out});
+  default:
+    if (has_format(dtype)) return with_format(dtype, DequantizeRow{in, k, out});
+    quant::with_block_type(dtype, [=]<class B>() { quant::dequantize_row<B>(in, k, out); });
   }
 }
 

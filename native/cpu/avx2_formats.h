@@ -502,5 +502,11 @@ template <class Use> APU_INLINE void with_format(uint32_t dtype, const Use &use)
   }
 }
 
+APU_INLINE bool has_format(uint32_t dtype) {
+  bool found = false;
+  with_format(dtype, [&]<class Format>() { found = true; });
+  return found;
+}
+
 } // namespace
 } // namespace apu::cpu

@@ -9,6 +9,7 @@
 
 #include "../include/apu.h"
 #include "../quant/unpack.h"
+#include "../quant/visit.h"
 
 namespace apu::cpu::avx512 {
 namespace {
@@ -129,17 +130,9 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   case APU_F32: return convert_row<APU_F32>(in, k, out);
   case APU_F16: return convert_row<APU_F16>(in, k, out);
   case APU_BF16: return convert_row<APU_BF16>(in, k, out);
-  case APU_Q4_0: return quant::dequantize_row<quant::Q4_0>(in, k, out);
-  case APU_Q4_1: return quant::dequantize_row<quant::Q4_1>(in, k, out);
-  case APU_Q5_0: return quant::dequantize_row<quant::Q5_0>(in, k, out);
-  case APU_Q5_1: return quant::dequantize_row<quant::Q5_1>(in, k, out);
-  case APU_Q8_0: return quant::dequantize_row<quant::Q8_0>(in, k, out);
-  case APU_Q2_K: return quant::dequantize_row<quant::Q2_K>(in, k, out);
-  case APU_Q3_K: return quant::dequantize_row<quant::Q3_K>(in, k, out);
-  case APU_Q4_K: return quant::dequantize_row<quant::Q4_K>(in, k, out);
-  case APU_Q5_K: return quant::dequantize_row<quant::Q5_K>(in, k, out);
-  case APU_Q6_K: return quant::dequantize_row<quant::Q6_K>(in, k, out);
-  default: return;
+  default:
+    return quant::with_block_type(dtype, [=]<class B>()
+                                             __attribute__((always_inline)) { quant::dequantize_row<B>(in, k, out); });
   }
 }
 

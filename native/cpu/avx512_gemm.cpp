@@ -3,11 +3,11 @@
 // they lie. The float accumulators are kept per (output, lane b mod 8), 8 KB in L1, so that results have the bits of
 // the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
 #include "avx512.h"
-#include "avx512_group.h"
+#include "avx512_codebook_group.h"
 
 #ifdef APU_AVX512
 
-#include "../include/apu.h"
+#include "../quant/visit.h"
 
 namespace apu::cpu::avx512 {
 namespace {
@@ -113,8 +113,7 @@ template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &st
   if constexpr (Traits<B>::minimum != Minimum::none) _mm256_store_ps(staging.wm[r], g.wm);
   if constexpr (Traits<B>::minimum == Minimum::per_half)
     _mm512_store_ps(staging.mins[r], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(g.mins)));
-  if constexpr (Traits<B>::sub_block == 16)
-    _mm512_store_ps(staging.scales[r], _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(g.scales)));
+  if constexpr (Traits<B>::sub_block == 16) _mm512_store_ps(staging.scales[r], g.ordered_scales());
 }
 
 template <Order O> inline constexpr Table<uint8_t> kPlace{[](int i) { return natural_dword<O>(i); }};
@@ -166,7 +165,7 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
 // acc[r][column] += four consecutive products a dword, over half h of block b, for R rows from R0.
 template <class B, int R, int R0>
 APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int h, __m512i (&acc)[R][2]) {
-  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  constexpr int offset = Group<B>::kOffset;
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     acc[r][0] = acc[r][1] = offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-offset * a.half_sum(R0 + r, h));
@@ -265,19 +264,7 @@ size_t gemm_work_bytes(uint32_t k) {
 
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
           void *work) {
-  switch (w.dtype) {
-  case APU_Q4_0: return gemm_type<Q4_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q4_1: return gemm_type<Q4_1>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_0: return gemm_type<Q5_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_1: return gemm_type<Q5_1>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q8_0: return gemm_type<Q8_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q2_K: return gemm_type<Q2_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q3_K: return gemm_type<Q3_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q4_K: return gemm_type<Q4_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_K: return gemm_type<Q5_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q6_K: return gemm_type<Q6_K>(w, a, rows, begin, end, y, y_stride, work);
-  default: return;
-  }
+  with_block_type(w.dtype, [&]<class B>() { gemm_type<B>(w, a, rows, begin, end, y, y_stride, work); });
 }
 
 } // namespace apu::cpu::avx512

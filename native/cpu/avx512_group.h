@@ -98,6 +98,7 @@ APU_INLINE __m512i high_nibbles(__m512i v) {
   return _mm512_gf2p8affine_epi64_epi8(v, _mm512_set1_epi64(0x1020408000000000), 0);
 }
 
+// kOffset: how much larger than the values the unsigned integers are.
 template <class B> struct Group;
 
 // ---- legacy types with nibbles
@@ -106,6 +107,7 @@ template <class B> struct Group;
 
 template <class B> struct NibbleGroup {
   static constexpr Order kOrder = Order::nibbles;
+  static constexpr int kOffset = Traits<B>::offset;
   static constexpr int kBytes = 8 * sizeof(B);
   static constexpr int kQuad = 4 * sizeof(B);
   static constexpr bool kFive = sizeof(B) == sizeof(Q5_0) || sizeof(B) == sizeof(Q5_1);
@@ -275,6 +277,7 @@ inline constexpr Table<uint16_t> kQ8Scales[2] = {Table<uint16_t>{[](int i) { ret
 
 template <> struct Group<Q8_0> {
   static constexpr Order kOrder = Order::quads;
+  static constexpr int kOffset = 128;
   static constexpr int kBytes = 8 * sizeof(Q8_0);
   static constexpr int kQuad = 4 * sizeof(Q8_0);
 
@@ -378,6 +381,7 @@ APU_INLINE void both_eights(const uint8_t *p, __m512i &first, __m512i &last) {
 
 template <class B> struct PairsGroup {
   static constexpr Order kOrder = Order::pairs;
+  static constexpr int kOffset = 0;
   static constexpr int kBytes = sizeof(B);
   static constexpr bool kFive = sizeof(B) == sizeof(Q5_K);
 
@@ -467,7 +471,8 @@ template <class B> struct HalvesGroup {
                                  : add_even_odd(first, second));
     return kOffset == 0 ? sums : _mm512_add_epi32(sums, load512(c));
   }
-  // In planes, as floats.
+  // As floats, in planes or block after block.
+  APU_INLINE __m512 ordered_scales() const { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(scales)); }
   APU_INLINE __m512 half_scales() const { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(byte_planes(scales))); }
   APU_INLINE __m512 half_minimums() const { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(byte_planes(mins))); }
 };

@@ -3,11 +3,11 @@
 // Each group of eight 32-blocks is unpacked once and multiplied with all T rows. Where the type's bytes do not unpack
 // in the order of the activations, these are first copied to `work`, K bytes per row and call.
 #include "avx512.h"
-#include "avx512_group.h"
+#include "avx512_codebook_group.h"
 
 #ifdef APU_AVX512
 
-#include "../include/apu.h"
+#include "../quant/visit.h"
 
 namespace apu::cpu::avx512 {
 namespace {
@@ -38,7 +38,7 @@ template <class B> APU_INLINE void pack_values(const __m512i *z, int8_t *y) {
   }
 }
 template <class B> APU_INLINE void pack_sums(__m512i sums, int32_t *c) {
-  constexpr int offset = sizeof(B) == sizeof(Q8_0) ? 128 : Traits<B>::offset;
+  constexpr int offset = Group<B>::kOffset;
   if constexpr (offset == 0) return;
   sums = _mm512_mullo_epi32(sums, _mm512_set1_epi32(-offset));
   if constexpr (Group<B>::kOrder == Order::nibbles) sums = _mm512_permutexvar_epi32(kFromPlanes<Order::nibbles>, sums);
@@ -99,7 +99,7 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
         accumulate<B, T>(G::template load<false, 2>(p[r], tail), a, g, acc[r]);
       }
     }
-    if constexpr (Traits<B>::elements == kBlock) {
+    if constexpr (Traits<B>::elements != kSuperblock) {
       if constexpr (R == 2) {
         __m256 both[T];
         for (int t = 0; t < T; t++) both[t] = _mm256_insertf128_ps(acc[0][t], _mm256_castps256_ps128(acc[R - 1][t]), 1);
@@ -154,7 +154,7 @@ template <class B>
 void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
-  if constexpr (Traits<B>::elements == kBlock) {
+  if constexpr (Traits<B>::elements != kSuperblock) {
     const uint32_t rest = w.k % kGroup / kBlock;
     if (count <= 2 && rest >= 1 && rest <= 4) {
       if (count == 1) return row_pairs<B, 1>(w, a, packed, begin, end, y, y_stride);
@@ -180,19 +180,7 @@ size_t matvec_work_bytes(uint32_t k) {
 
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  switch (w.dtype) {
-  case APU_Q4_0: return matvec_type<Q4_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q4_1: return matvec_type<Q4_1>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_0: return matvec_type<Q5_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_1: return matvec_type<Q5_1>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q8_0: return matvec_type<Q8_0>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q2_K: return matvec_type<Q2_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q3_K: return matvec_type<Q3_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q4_K: return matvec_type<Q4_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q5_K: return matvec_type<Q5_K>(w, a, rows, begin, end, y, y_stride, work);
-  case APU_Q6_K: return matvec_type<Q6_K>(w, a, rows, begin, end, y, y_stride, work);
-  default: return;
-  }
+  with_block_type(w.dtype, [&]<class B>() { matvec_type<B>(w, a, rows, begin, end, y, y_stride, work); });
 }
 
 } // namespace apu::cpu::avx512

@@ -4,6 +4,7 @@
 #include "kernels.h"
 
 #include "../include/apu.h"
+#include "../quant/visit.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -28,18 +29,11 @@ TypeInfo type_info(uint32_t dtype) {
   case APU_F16: return {1, 2, false, true};
   case APU_BF16: return {1, 2, false, true};
   case APU_I32: return {1, 4, false, false};
-  case APU_Q4_0: return {32, 18, true, true};
-  case APU_Q4_1: return {32, 20, true, true};
-  case APU_Q5_0: return {32, 22, true, true};
-  case APU_Q5_1: return {32, 24, true, true};
-  case APU_Q8_0: return {32, 34, true, true};
-  case APU_Q2_K: return {256, 84, true, true};
-  case APU_Q3_K: return {256, 110, true, true};
-  case APU_Q4_K: return {256, 144, true, true};
-  case APU_Q5_K: return {256, 176, true, true};
-  case APU_Q6_K: return {256, 210, true, true};
-  default: return kUnknown;
+  default: break;
   }
+  TypeInfo info = kUnknown;
+  quant::with_block_type(dtype, [&]<class B>() { info = {quant::Traits<B>::elements, sizeof(B), true, true}; });
+  return info;
 }
 
 #if defined(__x86_64__)

@@ -10,6 +10,7 @@
 #include "../include/apu.h"
 #include "../quant/activations.h"
 #include "../quant/unpack.h"
+#include "../quant/visit.h"
 
 namespace apu::cpu::portable {
 
@@ -18,31 +19,14 @@ namespace {
 using quant::kBlock, quant::kFloatLanes, quant::kLanes, quant::Minimum;
 
 struct BlockScales {
-  float ws, wm;
-  int32_t sc[2], m[2];
+  float ws, wm, sc[2];
+  int32_t m[2];
 };
 
 size_t work_bytes(uint32_t k) { // the larger of an unpacked row of integers and a dequantised one
   const size_t integers = (size_t{k} + kBlock - 1) / kBlock * (kBlock + sizeof(BlockScales));
   const size_t floats = size_t{k} * sizeof(float);
   return integers > floats ? integers : floats;
-}
-
-// Calls use.template operator()<BlockType>() for a quantised dtype.
-template <class Use> void with_block_type(uint32_t dtype, const Use &use) {
-  switch (dtype) {
-  case APU_Q4_0: return use.template operator()<quant::Q4_0>();
-  case APU_Q4_1: return use.template operator()<quant::Q4_1>();
-  case APU_Q5_0: return use.template operator()<quant::Q5_0>();
-  case APU_Q5_1: return use.template operator()<quant::Q5_1>();
-  case APU_Q8_0: return use.template operator()<quant::Q8_0>();
-  case APU_Q2_K: return use.template operator()<quant::Q2_K>();
-  case APU_Q3_K: return use.template operator()<quant::Q3_K>();
-  case APU_Q4_K: return use.template operator()<quant::Q4_K>();
-  case APU_Q5_K: return use.template operator()<quant::Q5_K>();
-  case APU_Q6_K: return use.template operator()<quant::Q6_K>();
-  default: return;
-  }
 }
 
 // ---- activations
@@ -76,14 +60,16 @@ template <class Type> float dot_row(const int8_t *w, const BlockScales *scales, 
   for (uint32_t b = 0; b < blocks; ++b) {
     const BlockScales &c = scales[b];
     float &acc = lane[b % kLanes];
-    int32_t low = dot16(w + kBlock * b, a.q + kBlock * b);
-    int32_t high = dot16(w + kBlock * b + 16, a.q + kBlock * b + 16);
-    if constexpr (Type::sub_block == 16) low *= c.sc[0], high *= c.sc[1];
+    auto low = static_cast<float>(dot16(w + kBlock * b, a.q + kBlock * b));
+    auto high = static_cast<float>(dot16(w + kBlock * b + 16, a.q + kBlock * b + 16));
+    if constexpr (Type::sub_block == 16) low *= c.sc[0], high *= c.sc[1]; // exact
     const size_t h0 = quant::half_index(b, 0), h1 = quant::half_index(b, 1);
     acc = std::fma(c.ws, quant::add_halves(low, high, a.d[h0], a.d[h1]), acc);
     if constexpr (Type::minimum == Minimum::per_block) acc = std::fma(c.wm, a.s[b], acc);
-    if constexpr (Type::minimum == Minimum::per_half)
-      acc = std::fma(c.wm, quant::add_halves(c.m[0], c.m[1], a.s16[h0], a.s16[h1]), acc);
+    if constexpr (Type::minimum == Minimum::per_half) {
+      const auto m0 = static_cast<float>(c.m[0]), m1 = static_cast<float>(c.m[1]);
+      acc = std::fma(c.wm, quant::add_halves(m0, m1, a.s16[h0], a.s16[h1]), acc);
+    }
   }
   return quant::sum8(lane);
 }
@@ -118,7 +104,7 @@ struct MatmulRows {
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  with_block_type(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
+  quant::with_block_type(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride, work});
 }
 
 // ---- float types and exact precision
@@ -140,7 +126,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   case APU_BF16:
     for (uint32_t i = 0; i < k; ++i) out[i] = quant::bf16_to_f32(quant::load16(in + 2 * size_t{i}));
     break;
-  default: with_block_type(dtype, DequantizeRow{in, k, out});
+  default: quant::with_block_type(dtype, DequantizeRow{in, k, out});
   }
 }
 

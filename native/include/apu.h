@@ -118,8 +118,21 @@ enum {
   APU_Q4_K = 12,
   APU_Q5_K = 13,
   APU_Q6_K = 14,
+  APU_IQ2_XXS = 16,
+  APU_IQ2_XS = 17,
+  APU_IQ3_XXS = 18,
+  APU_IQ1_S = 19,
+  APU_IQ4_NL = 20,
+  APU_IQ3_S = 21,
+  APU_IQ2_S = 22,
+  APU_IQ4_XS = 23,
   APU_I32 = 26,
-  APU_BF16 = 30
+  APU_IQ1_M = 29,
+  APU_BF16 = 30,
+  APU_TQ1_0 = 34,
+  APU_TQ2_0 = 35,
+  APU_MXFP4 = 39,
+  APU_NVFP4 = 40
 };
 
 typedef struct apu_segment { /* rows [row_begin, row_begin + row_count) of a plane; a row is the last dimension */

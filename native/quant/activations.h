@@ -60,8 +60,8 @@ static inline void quantize_residual(const float *x, uint32_t k, float *out) {
 }
 
 // d_0 * I_0 + d_1 * I_1, of a block's dot product and of its minimums (I = m, d = s16).
-static inline float add_halves(int32_t i0, int32_t i1, float d0, float d1) {
-  return fmaf(static_cast<float>(i1), d1, static_cast<float>(i0) * d0);
+static inline float add_halves(float i0, float i1, float d0, float d1) {
+  return fmaf(i1, d1, i0 * d0);
 }
 
 static inline float sum8(const float *v) {

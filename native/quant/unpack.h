@@ -5,6 +5,7 @@
 #define APU_QUANT_UNPACK_H
 
 #include "blocks.h"
+#include "codebooks.h"
 
 #include <string.h>
 
@@ -14,6 +15,11 @@
 
 namespace apu::quant {
 
+static inline uint32_t load32(const uint8_t *p) {
+  uint32_t v;
+  memcpy(&v, p, 4);
+  return v;
+}
 static inline uint16_t load16(const uint8_t *p) {
   uint16_t v;
   memcpy(&v, p, 2);
@@ -54,9 +60,9 @@ static inline float load_f16(const uint8_t *p) {
 }
 
 struct Block32 {
-  int8_t q[32];  // with the type's offset subtracted
-  int32_t sc[2]; // per half; 1 for types with sub-blocks of 32
-  int32_t m[2];  // per half; used by Minimum::per_half
+  int8_t q[32]; // with the type's offset subtracted
+  float sc[2];  // per half; 1 for types with sub-blocks of 32
+  int32_t m[2]; // per half; used by Minimum::per_half
   float ws;
   float wm;
 };
@@ -92,7 +98,7 @@ static inline int32_t scale_q3_k(const uint8_t *scales, uint32_t i) {
   return (low | high << 4) - 32;
 }
 
-// Block b of a file block (b = 0 for legacy types).
+// Block b of a file block (b = 0 where that is one block).
 static inline void unpack_block(const Q4_0 &w, uint32_t, Block32 &out) {
   unpack_nibbles(w.qs, 8, out.q);
   out.sc[0] = out.sc[1] = 1;
@@ -123,7 +129,7 @@ static inline void unpack_block(const Q8_0 &w, uint32_t, Block32 &out) {
 static inline void unpack_block(const Q2_K &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) out.q[l] = static_cast<int8_t>(w.qs[32 * (b / 4) + l] >> (2 * (b % 4)) & 3);
   for (uint32_t h = 0; h < 2; h++) {
-    out.sc[h] = w.scales[2 * b + h] & 15;
+    out.sc[h] = static_cast<float>(w.scales[2 * b + h] & 15);
     out.m[h] = w.scales[2 * b + h] >> 4;
   }
   out.ws = load_f16(w.d);
@@ -134,7 +140,7 @@ static inline void unpack_block(const Q3_K &w, uint32_t b, Block32 &out) {
     const int low = w.qs[32 * (b / 4) + l] >> (2 * (b % 4)) & 3;
     out.q[l] = static_cast<int8_t>((low | (w.hmask[l] >> b & 1) << 2) - 4);
   }
-  for (uint32_t h = 0; h < 2; h++) out.sc[h] = scale_q3_k(w.scales, 2 * b + h);
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = static_cast<float>(scale_q3_k(w.scales, 2 * b + h));
   out.ws = load_f16(w.d);
 }
 static inline void unpack_block(const Q4_K &w, uint32_t b, Block32 &out) {
@@ -162,9 +168,173 @@ static inline void unpack_block(const Q6_K &w, uint32_t b, Block32 &out) {
     const int low = w.ql[64 * half + 32 * (j % 2) + l] >> (4 * (j / 2)) & 15;
     out.q[l] = static_cast<int8_t>((low | (w.qh[32 * half + l] >> (2 * j) & 3) << 4) - 32);
   }
-  for (uint32_t h = 0; h < 2; h++) out.sc[h] = static_cast<int8_t>(w.scales[2 * b + h]);
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = static_cast<float>(static_cast<int8_t>(w.scales[2 * b + h]));
   out.ws = load_f16(w.d);
 }
+
+// ---- codebooks
+
+// Eight elements: bytes of a grid, negated where their bit is set.
+static inline void unpack_signed(uint64_t grid, uint32_t signs, int8_t *q) {
+  for (uint32_t i = 0; i < 8; i++) {
+    const int v = static_cast<int>(grid >> 8 * i & 255);
+    q[i] = static_cast<int8_t>(signs >> i & 1 ? -v : v);
+  }
+}
+static inline uint64_t two_fours(uint32_t first, uint32_t second) {
+  return first | static_cast<uint64_t>(second) << 32;
+}
+// 2 s + 1 of scale i, nibbles from the low one.
+static inline float odd_nibble(const uint8_t *scales, uint32_t i) {
+  return static_cast<float>(2 * (scales[i / 2] >> 4 * (i % 2) & 15) + 1);
+}
+
+static inline void unpack_block(const IQ2_XXS &w, uint32_t b, Block32 &out) {
+  const uint8_t *p = w.qs + 8 * b;
+  const uint32_t packed = load32(p + 4);
+  for (uint32_t i = 0; i < 4; i++) unpack_signed(kIq2xxsGrid.v[p[i]], even_signs(packed >> 7 * i & 127), out.q + 8 * i);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d) * static_cast<float>(2 * (packed >> 28) + 1) * 0.125f;
+}
+static inline void unpack_block(const IQ2_XS &w, uint32_t b, Block32 &out) {
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint32_t v = load16(w.qs + 8 * b + 2 * i);
+    unpack_signed(kIq2xsGrid.v[v & 511], even_signs(v >> 9), out.q + 8 * i);
+  }
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = odd_nibble(w.scales, 2 * b + h);
+  out.ws = load_f16(w.d) * 0.125f;
+}
+static inline void unpack_block(const IQ2_S &w, uint32_t b, Block32 &out) {
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint32_t index = w.qs[4 * b + i] | (w.qh[b] >> 2 * i & 3u) << 8;
+    unpack_signed(kIq2sGrid.v[index], w.signs[4 * b + i], out.q + 8 * i);
+  }
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = odd_nibble(w.scales, 2 * b + h);
+  out.ws = load_f16(w.d) * 0.125f;
+}
+static inline void unpack_block(const IQ3_XXS &w, uint32_t b, Block32 &out) {
+  const uint8_t *p = w.qs + 8 * b;
+  const uint32_t packed = load32(w.signs + 4 * b);
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint64_t grid = two_fours(kIq3xxsGrid.v[p[2 * i]], kIq3xxsGrid.v[p[2 * i + 1]]);
+    unpack_signed(grid, even_signs(packed >> 7 * i & 127), out.q + 8 * i);
+  }
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d) * static_cast<float>(2 * (packed >> 28) + 1) * 0.25f;
+}
+static inline void unpack_block(const IQ3_S &w, uint32_t b, Block32 &out) {
+  const auto four = [&](uint32_t i) { return kIq3sGrid.v[w.qs[8 * b + i] | (w.qh[b] >> i & 1u) << 8]; };
+  for (uint32_t i = 0; i < 4; i++)
+    unpack_signed(two_fours(four(2 * i), four(2 * i + 1)), w.signs[4 * b + i], out.q + 8 * i);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d) * odd_nibble(w.scales, b);
+}
+
+// Eight elements in eighths: those of a grid, plus or minus one.
+static inline void unpack_eighths(uint64_t grid, int delta, int8_t *q) {
+  for (uint32_t i = 0; i < 8; i++) q[i] = static_cast<int8_t>(static_cast<int8_t>(grid >> 8 * i) + delta);
+}
+static inline void unpack_block(const IQ1_S &w, uint32_t b, Block32 &out) {
+  const uint32_t high = load16(w.qh + 2 * b);
+  for (uint32_t i = 0; i < 4; i++)
+    unpack_eighths(kIq1Grid.v[w.qs[4 * b + i] | (high >> 3 * i & 7) << 8], high >> 15 ? -1 : 1, out.q + 8 * i);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d) * static_cast<float>(2 * (high >> 12 & 7) + 1) * 0.125f;
+}
+// The scale of IQ1_M, a nibble in each u16.
+static inline float scale_iq1_m(const uint8_t *scales) {
+  uint32_t d = 0;
+  for (uint32_t i = 0; i < 4; i++) d |= static_cast<uint32_t>(scales[2 * i + 1] >> 4) << 4 * i;
+  return f16_to_f32(static_cast<uint16_t>(d));
+}
+static inline void unpack_block(const IQ1_M &w, uint32_t b, Block32 &out) {
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint32_t high = w.qh[2 * b + i / 2] >> 4 * (i % 2) & 15u;
+    unpack_eighths(kIq1Grid.v[w.qs[4 * b + i] | (high & 7) << 8], high >> 3 ? -1 : 1, out.q + 8 * i);
+  }
+  const uint32_t packed = load16(w.scales + b / 2 * 2) >> 6 * (b % 2);
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = static_cast<float>(2 * (packed >> 3 * h & 7) + 1);
+  out.ws = scale_iq1_m(w.scales) * 0.125f;
+}
+
+// ---- tables of sixteen values
+
+static inline void unpack_table(const uint8_t *qs, const int8_t (&values)[16], int8_t *q) {
+  for (uint32_t i = 0; i < 16; i++) {
+    q[i] = values[qs[i] & 15];
+    q[i + 16] = values[qs[i] >> 4];
+  }
+}
+// 2^(e - 128); the first two are denormal.
+static inline float half_e8m0(uint8_t e) {
+  const uint32_t bits = e < 2 ? 0x200000u << e : (e - 1u) << 23;
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+// Half of an unsigned E4M3; bit 7 is ignored, 0x7f (NaN in E4M3) is zero.
+static inline float half_e4m3(uint8_t v) {
+  const uint32_t exponent = v >> 3 & 15, mantissa = v & 7;
+  if (v == 0x7f) return 0.0f;
+  if (exponent == 0) return static_cast<float>(mantissa) * 0x1p-10f;
+  const uint32_t bits = (exponent + 119) << 23 | mantissa << 20; // 2^(exponent - 8)
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+static inline void unpack_block(const IQ4_NL &w, uint32_t, Block32 &out) {
+  unpack_table(w.qs, kIq4Values, out.q);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d);
+}
+static inline void unpack_block(const IQ4_XS &w, uint32_t b, Block32 &out) {
+  unpack_table(w.qs + 16 * b, kIq4Values, out.q);
+  const int scale = (w.scales_l[b / 2] >> 4 * (b % 2) & 15) | (load16(w.scales_h) >> 2 * b & 3) << 4;
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d) * static_cast<float>(scale - 32);
+}
+static inline void unpack_block(const MXFP4 &w, uint32_t, Block32 &out) {
+  unpack_table(w.qs, kE2m1Values, out.q);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = half_e8m0(w.e);
+}
+static inline void unpack_block(const NVFP4 &w, uint32_t b, Block32 &out) {
+  for (uint32_t i = 0; i < 32; i++) {
+    const uint8_t byte = w.qs[16 * b + i / 16 * 8 + i % 8];
+    out.q[i] = kE2m1Values[i / 8 % 2 ? byte >> 4 : byte & 15];
+  }
+  for (uint32_t h = 0; h < 2; h++) out.sc[h] = half_e4m3(w.scales[2 * b + h]);
+  out.ws = 1;
+}
+
+// ---- ternary
+
+// Digit n, from the most significant, of a byte that stores ceil(256 / 243 * v) for v of five digits.
+static inline int ternary_digit(uint8_t byte, uint32_t n) {
+  constexpr uint8_t power[5] = {1, 3, 9, 27, 81};
+  return static_cast<uint8_t>(byte * power[n]) * 3 >> 8;
+}
+static inline void unpack_block(const TQ1_0 &w, uint32_t b, Block32 &out) {
+  for (uint32_t l = 0; l < 32; l++) {
+    int digit;
+    if (b < 5)
+      digit = ternary_digit(w.qs[l], b);
+    else if (b < 7 || l < 16)
+      digit = ternary_digit(w.qs[32 + l % 16], 2 * (b - 5) + l / 16);
+    else
+      digit = ternary_digit(w.qh[l % 4], l / 4 % 4);
+    out.q[l] = static_cast<int8_t>(digit - 1);
+  }
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d);
+}
+static inline void unpack_block(const TQ2_0 &w, uint32_t b, Block32 &out) {
+  for (uint32_t l = 0; l < 32; l++) out.q[l] = static_cast<int8_t>((w.qs[32 * (b / 4) + l] >> 2 * (b % 4) & 3) - 1);
+  out.sc[0] = out.sc[1] = 1;
+  out.ws = load_f16(w.d);
+}
+
+// ---- rows
 
 // out (k) = the row as float32; k is a multiple of the type's elements.
 template <class B> static inline void dequantize_row(const uint8_t *row, uint32_t k, float *out) {
@@ -176,7 +346,7 @@ template <class B> static inline void dequantize_row(const uint8_t *row, uint32_
     for (uint32_t b = 0; b < T::blocks32; b++, out += kBlock) {
       unpack_block(file_block, b, block);
       for (uint32_t h = 0; h < 2; h++) {
-        const float scale = block.ws * static_cast<float>(block.sc[h]);
+        const float scale = block.ws * block.sc[h];
         float add = 0.0f;
         if constexpr (T::minimum == Minimum::per_block) add = block.wm;
         if constexpr (T::minimum == Minimum::per_half) add = block.wm * static_cast<float>(block.m[h]);

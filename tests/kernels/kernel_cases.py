@@ -25,7 +25,11 @@ Bytes = npt.NDArray[np.uint8]
 FLOAT_TYPES = (Q.F32, Q.F16, Q.BF16)
 BLOCK_TYPES = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0)
 SUPERBLOCK_TYPES = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
-QUANTIZED_TYPES = BLOCK_TYPES + SUPERBLOCK_TYPES
+CODE_TYPES = (
+    Q.IQ1_S, Q.IQ1_M, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S,
+    Q.IQ4_NL, Q.IQ4_XS, Q.TQ1_0, Q.TQ2_0, Q.MXFP4, Q.NVFP4,
+)  # fmt: skip
+QUANTIZED_TYPES = BLOCK_TYPES + SUPERBLOCK_TYPES + CODE_TYPES
 DEFAULT, EXACT, FINE = lib.APU_PRECISION_DEFAULT, lib.APU_PRECISION_EXACT, lib.APU_PRECISION_FINE
 LEVELS = tuple(level for level in _native.ISA if level != "auto")
 
@@ -33,6 +37,8 @@ LEVELS = tuple(level for level in _native.ISA if level != "auto")
 F16_FIELDS = {
     Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,),
     Q.Q2_K: (80, 82), Q.Q3_K: (108,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,),
+    Q.IQ1_S: (0,), Q.IQ1_M: (), Q.IQ2_XXS: (0,), Q.IQ2_XS: (0,), Q.IQ2_S: (0,), Q.IQ3_XXS: (0,), Q.IQ3_S: (0,),
+    Q.IQ4_NL: (0,), Q.IQ4_XS: (0,), Q.TQ1_0: (52,), Q.TQ2_0: (64,),
 }  # fmt: skip
 
 
@@ -40,8 +46,11 @@ def sizes(dtype: Q) -> tuple[int, ...]:
     """Row lengths to test: full groups of eight blocks, and every kind of rest the type allows."""
     if dtype in FLOAT_TYPES:
         return (1, 5, 16, 31, 96, 288, 577, 1536)
-    if dtype in BLOCK_TYPES:
+    elements = gguf.GGML_QUANT_SIZES[dtype][0]
+    if elements == 32:
         return (32, 64, 96, 224, 256, 288, 576, 1536)
+    if elements == 64:
+        return (64, 128, 192, 256, 320, 576, 1536)
     return (256, 512, 768, 1536)
 
 
@@ -57,9 +66,37 @@ def random_weights(dtype: Q, n: int, k: int, seed: int = 0) -> Bytes:
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     elements, size = gguf.GGML_QUANT_SIZES[dtype]
     blocks = rng.integers(0, 256, (n * k // elements, size), dtype=np.uint8)
+    _set_scales(dtype, blocks, rng)
+    return blocks.reshape(n, -1)
+
+
+def _set_scales(dtype: Q, blocks: Bytes, rng: np.random.Generator) -> None:
+    """Blocks' float scales to ordinary sizes of any sign."""
+    if dtype is Q.MXFP4:  # a power of two, a few of them denormal
+        blocks[:, 0] = rng.choice((0, 1, *range(116, 126)), len(blocks), p=(0.02, 0.02, *[0.096] * 10))
+        return
+    if dtype is Q.NVFP4:  # E4M3: any, the low ones denormal
+        blocks[:, :4] = rng.integers(0, 128, (len(blocks), 4))
+        return
     for offset in F16_FIELDS[dtype]:
-        scale = (rng.uniform(0.001, 0.02, len(blocks)) * rng.choice((-1, 1), len(blocks))).astype(np.float16)
-        blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
+        blocks[:, offset : offset + 2] = _random_f16(rng, len(blocks))
+    if dtype is Q.IQ1_M:  # nibbles of the scale are the top ones of four 16-bit words
+        scale = _random_f16(rng, len(blocks)).view(np.uint16)[:, 0]
+        for i in range(4):
+            nibble = (scale >> 4 * i & 15).astype(np.uint8)
+            blocks[:, 49 + 2 * i] = blocks[:, 49 + 2 * i] & 15 | nibble << 4
+
+
+def _random_f16(rng: np.random.Generator, count: int) -> Bytes:
+    scale = rng.uniform(0.001, 0.02, count) * rng.choice((-1, 1), count)
+    return scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+
+def filled_weights(dtype: Q, n: int, k: int, fill: int) -> Bytes:
+    """(n, bytes of a row) blocks with every byte `fill` but those of the float scales."""
+    elements, size = gguf.GGML_QUANT_SIZES[dtype]
+    blocks = np.full((n * k // elements, size), fill, np.uint8)
+    _set_scales(dtype, blocks, np.random.default_rng(fill))
     return blocks.reshape(n, -1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from kernel_cases import FLOAT_TYPES, QUANTIZED_TYPES, Bytes, Floats, Level, bits, random_weights, sizes, truth
 
@@ -29,6 +30,17 @@ def test_every_half_precision_number() -> None:
     expected = halves.view(np.float16).astype(np.float32)
     found = dequantize(Q.F16, halves.view(np.uint8).reshape(1, -1), 1 << 16)[0]
     assert np.array_equal(found, expected, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # 12 * 2^127
+@pytest.mark.parametrize(("dtype", "scales"), [(Q.MXFP4, 1), (Q.NVFP4, 4)], ids=lambda v: getattr(v, "name", ""))
+def test_every_scale_of_one_byte(dtype: Q, scales: int) -> None:
+    """Powers of two down to denormals, and E4M3 with its odd ends: zero, NaN's code, the ignored sign."""
+    w = random_weights(dtype, 256, 64)
+    block = w.shape[1] * GGML_QUANT_SIZES[dtype][0] // 64
+    for begin in range(0, w.shape[1], block):
+        w[:, begin : begin + scales] = np.arange(256, dtype=np.uint8)[:, None]
+    assert np.array_equal(bits(dequantize(dtype, w, 64)), bits(truth(dtype, w)))
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

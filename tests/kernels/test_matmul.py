@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, quantize
 from gguf import GGMLQuantizationType as Q
+from gguf import quantize
 from kernel_cases import (
     BLOCK_TYPES,
     DEFAULT,
     EXACT,
-    F16_FIELDS,
     FINE,
     FLOAT_TYPES,
     QUANTIZED_TYPES,
@@ -18,6 +17,7 @@ from kernel_cases import (
     GuardedBuffer,
     Level,
     bits,
+    filled_weights,
     random_activations,
     random_weights,
     sizes,
@@ -167,10 +167,7 @@ def test_extreme_values_do_not_saturate(levels: tuple[Level, ...], dtype: Q) -> 
     """All bits set or clear against activations that quantise to 127 and -127: the largest integer sums there are."""
     k = 512
     for fill in (0x00, 0x7F, 0x80, 0xFF):
-        w = random_weights(dtype, 5, k)
-        scales = w.copy()
-        w[:] = fill
-        _copy_f16_fields(dtype, scales, w)
+        w = filled_weights(dtype, 5, k, fill)
         values = truth(dtype, w)
         for pattern in (np.ones(k), -np.ones(k), np.resize((1, -1), k)):
             x = np.tile(pattern, (9, 1)).astype(np.float32)
@@ -178,13 +175,6 @@ def test_extreme_values_do_not_saturate(levels: tuple[Level, ...], dtype: Q) -> 
             for level in levels:
                 found = level.matmul(dtype, w, x)
                 assert (np.abs(found - expected) <= activation_bound(values, x)).all(), (level.name, fill)
-
-
-def _copy_f16_fields(dtype: Q, source: np.ndarray, target: np.ndarray) -> None:
-    size = GGML_QUANT_SIZES[dtype][1]
-    for offset in F16_FIELDS[dtype]:
-        for byte in (offset, offset + 1):
-            target.reshape(-1, size)[:, byte] = source.reshape(-1, size)[:, byte]
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
