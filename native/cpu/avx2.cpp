@@ -193,6 +193,7 @@ const KernelTable *avx2_table() {
   static const KernelTable table{
       .name = "avx2",
       .quantize = avx2::quantize,
+      .pack = nullptr,
       .matmul = avx2::matmul,
       .matmul_float = avx2::matmul_float,
       .work_bytes = avx2::work_bytes,

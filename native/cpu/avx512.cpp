@@ -29,6 +29,7 @@ const KernelTable *avx512_table() {
   static constexpr KernelTable table{
       .name = "avx512",
       .quantize = avx512::quantize,
+      .pack = avx512::pack,
       .matmul = matmul,
       .matmul_float = avx512::matmul_float,
       .work_bytes = work_bytes,

@@ -25,6 +25,7 @@ void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, ui
 void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
                   float *y, size_t y_stride, void *work);
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
+void pack(const ActBlocks &a);
 void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a);
 float dot(const float *a, const float *b, uint32_t n);
 float dot_f16(const float *a, const uint16_t *b, uint32_t n);

@@ -1,7 +1,8 @@
-// Quantised matrix times many rows of activations. A tile of 32 weight rows x K is unpacked once to unsigned bytes
-// in `work` (it stays in L2), then multiplied with every eight rows of activations by vpdpbusd, which are read where
-// they lie. The float accumulators are kept per (output, lane b mod 8), 8 KB in L1, so that results have the bits of
-// the matvec: see quant/blocks.h. Scale and minimum are applied per 32-block, as there.
+// Quantised matrix times many rows of activations. A tile of 32 weight rows x K is unpacked once to signed bytes in
+// `work` (it stays in L2), then multiplied by vpdpbusd with every eight rows of activations, whose bytes, offset to be
+// unsigned, and scales lie in panels, block by block in the order of use. The float accumulators are kept per (output,
+// lane b mod 8), 8 KB in L1, so that results have the bits of the matvec: see quant/blocks.h. Scale and minimum are
+// applied per 32-block, as there.
 #include "avx512.h"
 #include "avx512_codebook_group.h"
 
@@ -16,65 +17,23 @@ constexpr int kTileRows = 32;
 constexpr uint32_t kActRows = kGemmRows;
 
 struct Tile {
-  uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte
+  uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte; signed
+  int32_t *bias; // (blocks, 2, 32) what the offset of the activations adds to a half, negated
   float *ws;     // (blocks, 32)
   float *wm;     // (blocks, 32)
   float *scales; // (blocks, 2, 32)
   float *mins;   // (blocks, 2, 32)
 };
-constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 4 + 4 + 8 + 8);
+constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 8 + 4 + 4 + 8 + 8);
 
-// Block b of eight rows of activations. Rows are addressed as base + {0, 1, 2, 3} strides from rows 0 and 4: sixteen
-// registers hold no pointer per row and array.
-struct ActivationBlock {
-  const int8_t *q[2];
-  const float *d[2];
-  const float *s16[2];
-  const float *s[2];
-  const int32_t *sum16[2];
-  size_t strides[4]; // times the bytes of a float, in s; halves take twice, q eight times as much
-
-  explicit ActivationBlock(const ActBlocks &a, size_t row) {
-    for (size_t i = 0; i < 2; i++) {
-      const size_t at = (row + 4 * i) * a.blocks;
-      q[i] = a.q + at * kBlock;
-      d[i] = a.d + 2 * at;
-      s16[i] = a.s16 + 2 * at;
-      s[i] = a.s + at;
-      sum16[i] = a.sum16 + 2 * at;
-    }
-    for (size_t r = 0; r < 4; r++) strides[r] = r * a.blocks * sizeof(float);
-  }
-  APU_INLINE void next(size_t block) { // see Order::quads for q
-    const size_t b = block % kLanes;
-    const ptrdiff_t halves = b == kLanes - 1 ? kLanes + 1 : 1; // to the next group's
-    const ptrdiff_t values = b % 4 != 3 ? 32 : b == 3 ? 8 - 96 : 256 - 8 - 96;
-    for (int i = 0; i < 2; i++) {
-      q[i] += values;
-      d[i] += halves;
-      s16[i] += halves;
-      s[i]++;
-      sum16[i] += halves;
-    }
-  }
-  template <class T> static APU_INLINE T at(const void *base, size_t bytes) {
-    T value;
-    memcpy(&value, static_cast<const char *>(base) + bytes, sizeof value);
-    return value;
-  }
-  APU_INLINE __m512i four(int r, int i) const { // the block's dword i, in every dword
-    const int place = i / 4 * 16 + i / 2 % 2 * 128 + i % 2 * 4;
-    return _mm512_set1_epi32(at<int32_t>(q[r / 4] + place, 8 * strides[r % 4]));
-  }
-  APU_INLINE __m512 scale(int r, int h) const {
-    return _mm512_set1_ps(at<float>(d[r / 4] + 8 * h, 2 * strides[r % 4]));
-  }
-  APU_INLINE __m512 half_minimum(int r, int h) const {
-    return _mm512_set1_ps(at<float>(s16[r / 4] + 8 * h, 2 * strides[r % 4]));
-  }
-  APU_INLINE __m512 minimum(int r) const { return _mm512_set1_ps(at<float>(s[r / 4], strides[r % 4])); }
-  APU_INLINE int32_t half_sum(int r, int h) const { return at<int32_t>(sum16[r / 4] + 8 * h, 2 * strides[r % 4]); }
+// One 32-block of eight rows of activations.
+struct alignas(64) Panel {
+  int32_t q[8][kActRows]; // four consecutive values + 128
+  float d[2][kActRows];
+  float s16[2][kActRows];
+  float s[kActRows];
 };
+static_assert(sizeof(Panel) == kPanelBlockBytes);
 
 size_t padded_blocks(uint32_t k) {
   return (k + kGroup - 1) / kGroup * kLanes;
@@ -108,7 +67,9 @@ struct Staging {
 };
 
 template <class B, class G> APU_INLINE void stage(const G &g, int r, Staging &staging) {
-  for (int i = 0; i < 4; i++) _mm512_store_si512(staging.q[r] + 64 * i, g.q[i]);
+  for (int i = 0; i < 4; i++)
+    _mm512_store_si512(staging.q[r] + 64 * i,
+                       _mm512_sub_epi8(g.q[i], _mm512_set1_epi8(static_cast<char>(Group<B>::kOffset))));
   _mm256_store_ps(staging.ws[r], g.ws);
   if constexpr (Traits<B>::minimum != Minimum::none) _mm256_store_ps(staging.wm[r], g.wm);
   if constexpr (Traits<B>::minimum == Minimum::per_half)
@@ -142,6 +103,14 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
           _mm512_store_si512(tile.w + (static_cast<size_t>(64 * group + at) * 2 + half) * 64, out[i]);
         }
       }
+      for (int h = 0; h < 2 * count; h++) {
+        const uint8_t *w = tile.w + ((static_cast<size_t>(64 * group + 4 * h)) * 2 + half) * 64;
+        __m512i sum = _mm512_setzero_si512();
+        for (int i = 0; i < 4; i++)
+          sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), _mm512_load_si512(w + 128 * i));
+        _mm512_store_si512(tile.bias + static_cast<size_t>(16 * group + h) * kTileRows + 16 * half,
+                           _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+      }
       // Four blocks' values of 16 rows, to `rows` rows of the tile per block.
       const auto scatter = [&](const void *from, size_t from_stride, int b, int rows, auto *to) {
         transpose(from, from_stride, out);
@@ -162,33 +131,32 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
   }
 }
 
-// acc[r][column] += four consecutive products a dword, over half h of block b, for R rows from R0.
-template <class B, int R, int R0>
-APU_INLINE void integer_dots(const uint8_t *w, const ActivationBlock &a, int h, __m512i (&acc)[R][2]) {
-  constexpr int offset = Group<B>::kOffset;
+// The integers of half h, for R rows of activations from R0.
+template <int R, int R0>
+APU_INLINE void integer_dots(const uint8_t *w, const int32_t *bias, const Panel &a, int h, __m512i (&acc)[R][2]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    acc[r][0] = acc[r][1] = offset == 0 ? _mm512_setzero_si512() : _mm512_set1_epi32(-offset * a.half_sum(R0 + r, h));
-#pragma GCC unroll 8
+    for (int i = 0; i < 2; i++) acc[r][i] = _mm512_load_si512(bias + h * kTileRows + 16 * i);
+#pragma GCC unroll 4
   for (int i = 4 * h; i < 4 * h + 4; i++) {
     const __m512i w0 = _mm512_load_si512(w + 128 * i), w1 = _mm512_load_si512(w + 128 * i + 64);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512i v = a.four(R0 + r, i);
-      acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, v);
-      acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, v);
+      const __m512i v = _mm512_set1_epi32(a.q[i][R0 + r]);
+      acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], v, w0);
+      acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], v, w1);
     }
   }
 }
 
 // Block b, R rows of activations from R0: the canonical step into the accumulators of lane b mod 8.
-template <class B, int R, int R0>
-APU_INLINE void block_rows(const Tile &tile, const ActivationBlock &a, size_t b, float *lane) {
+template <class B, int R, int R0> APU_INLINE void block_rows(const Tile &tile, const Panel &a, size_t b, float *lane) {
   constexpr Minimum minimum = Traits<B>::minimum;
   const uint8_t *w = tile.w + b * kTileRows * kBlock;
+  const int32_t *bias = tile.bias + b * 2 * kTileRows;
   __m512i first[R][2], second[R][2];
-  integer_dots<B, R, R0>(w, a, 0, first);
-  integer_dots<B, R, R0>(w, a, 1, second);
+  integer_dots<R, R0>(w, bias, a, 0, first);
+  integer_dots<R, R0>(w, bias, a, 1, second);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
     const size_t column = b * kTileRows + 16 * i;
@@ -202,15 +170,16 @@ APU_INLINE void block_rows(const Tile &tile, const ActivationBlock &a, size_t b,
         f0 = _mm512_mul_ps(f0, _mm512_load_ps(halves));
         f1 = _mm512_mul_ps(f1, _mm512_load_ps(halves + kTileRows));
       }
-      const __m512 t = _mm512_fmadd_ps(f1, a.scale(R0 + r, 1), _mm512_mul_ps(f0, a.scale(R0 + r, 0)));
+      const __m512 t =
+          _mm512_fmadd_ps(f1, _mm512_set1_ps(a.d[1][R0 + r]), _mm512_mul_ps(f0, _mm512_set1_ps(a.d[0][R0 + r])));
       __m512 v = _mm512_fmadd_ps(ws, t, _mm512_load_ps(out));
       if constexpr (minimum == Minimum::per_half) {
-        const __m512 m = _mm512_mul_ps(_mm512_load_ps(mins), a.half_minimum(R0 + r, 0));
+        const __m512 m = _mm512_mul_ps(_mm512_load_ps(mins), _mm512_set1_ps(a.s16[0][R0 + r]));
         v = add_minimum<B>(_mm512_load_ps(tile.wm + column),
-                           _mm512_fmadd_ps(_mm512_load_ps(mins + kTileRows), a.half_minimum(R0 + r, 1), m), v);
+                           _mm512_fmadd_ps(_mm512_load_ps(mins + kTileRows), _mm512_set1_ps(a.s16[1][R0 + r]), m), v);
       }
       if constexpr (minimum == Minimum::per_block)
-        v = add_minimum<B>(_mm512_load_ps(tile.wm + column), a.minimum(R0 + r), v);
+        v = add_minimum<B>(_mm512_load_ps(tile.wm + column), _mm512_set1_ps(a.s[R0 + r]), v);
       _mm512_store_ps(out, v);
     }
   }
@@ -218,15 +187,15 @@ APU_INLINE void block_rows(const Tile &tile, const ActivationBlock &a, size_t b,
 
 // y (8, columns) of one tile and eight rows of activations.
 template <class B>
-__attribute__((noinline)) void multiply(const Tile &tile, ActivationBlock a, size_t blocks, uint32_t columns, float *y,
+__attribute__((noinline)) void multiply(const Tile &tile, const Panel *a, size_t blocks, uint32_t columns, float *y,
                                         size_t y_stride) {
   alignas(64) float lanes[kLanes][kActRows * kTileRows];
   memset(lanes, 0, sizeof lanes);
 #pragma GCC unroll 1
-  for (size_t b = 0; b < blocks; a.next(b++)) {
+  for (size_t b = 0; b < blocks; b++) {
     float *lane = lanes[b % kLanes]; // two sets of sums of eight rows would not fit the registers
-    block_rows<B, 4, 0>(tile, a, b, lane);
-    block_rows<B, 4, 4>(tile, a, b, lane);
+    block_rows<B, 4, 0>(tile, a[b], b, lane);
+    block_rows<B, 4, 4>(tile, a[b], b, lane);
   }
   for (uint32_t r = 0; r < kActRows; r++)
     for (int i = 0; i < 2; i++) {
@@ -239,27 +208,65 @@ __attribute__((noinline)) void multiply(const Tile &tile, ActivationBlock a, siz
     }
 }
 
+// Eight rows of activations to panels.
+void fill(const ActBlocks &a, Panel *panels) {
+  const __m256i rows =
+      _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(static_cast<int>(a.blocks)));
+  for (size_t b = 0; b < a.blocks; b++) {
+    Panel &to = panels[b];
+    const size_t group = b / kLanes, in_group = b % kLanes;
+    const __m256i sign = _mm256_set1_epi8(-128);
+    for (int i = 0; i < 8; i++) { // see Order::quads
+      const int8_t *q =
+          a.q + group * kGroup + 32 * (in_group % 4) + 8 * (in_group / 4) + i / 4 * 16 + i / 2 % 2 * 128 + i % 2 * 4;
+      const __m256i v = _mm256_i32gather_epi32(reinterpret_cast<const int *>(q), _mm256_slli_epi32(rows, 3), 4);
+      _mm256_store_si256(reinterpret_cast<__m256i *>(to.q[i]), _mm256_xor_si256(v, sign));
+    }
+    for (int h = 0; h < 2; h++) {
+      const size_t at = 16 * group + 8 * h + in_group;
+      _mm256_store_ps(to.d[h], _mm256_i32gather_ps(a.d + at, _mm256_slli_epi32(rows, 1), 4));
+      _mm256_store_ps(to.s16[h], _mm256_i32gather_ps(a.s16 + at, _mm256_slli_epi32(rows, 1), 4));
+    }
+    _mm256_store_ps(to.s, _mm256_i32gather_ps(a.s + b, rows, 4));
+  }
+}
+
 template <class B>
 void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
                size_t y_stride, void *work) {
   const size_t blocks = padded_blocks(w.k);
   auto *bytes = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
-  const Tile tile{bytes, reinterpret_cast<float *>(bytes + blocks * kTileRows * kBlock),
-                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 4)),
-                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 8)),
-                  reinterpret_cast<float *>(bytes + blocks * kTileRows * (kBlock + 16))};
+  const auto part = [&](size_t offset) { return reinterpret_cast<float *>(bytes + blocks * kTileRows * offset); };
+  const Tile tile{bytes,
+                  reinterpret_cast<int32_t *>(part(kBlock)),
+                  part(kBlock + 8),
+                  part(kBlock + 12),
+                  part(kBlock + 16),
+                  part(kBlock + 24)};
+  auto *own = reinterpret_cast<Panel *>(bytes + blocks * kTileBlockBytes);
   for (uint32_t n = begin; n < end; n += kTileRows) {
     const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
     unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
-    for (uint32_t t = 0; t < rows; t += kActRows)
-      multiply<B>(tile, ActivationBlock(a, t), w.k / kBlock, columns, y + t * y_stride + (n - begin), y_stride);
+    for (uint32_t t = 0; t < rows; t += kActRows) {
+      const ActBlocks eight = a.from(t);
+      const auto *panel = reinterpret_cast<const Panel *>(eight.panels);
+      if (!panel) {
+        fill(eight, own);
+        panel = own;
+      }
+      multiply<B>(tile, panel, w.k / kBlock, columns, y + t * y_stride + (n - begin), y_stride);
+    }
   }
 }
 
 } // namespace
 
 size_t gemm_work_bytes(uint32_t k) {
-  return padded_blocks(k) * kTileBlockBytes + 64;
+  return padded_blocks(k) * (kTileBlockBytes + kPanelBlockBytes) + 64;
+}
+
+void pack(const ActBlocks &a) {
+  fill(a, reinterpret_cast<Panel *>(a.panels));
 }
 
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,

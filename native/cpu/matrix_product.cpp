@@ -9,7 +9,8 @@ namespace apu::cpu {
 
 void MatrixInput::reserve(Workspace &ws, uint64_t rows) const {
   rows = std::max<uint64_t>(rows, 1);
-  ws.act_bytes = std::max(ws.act_bytes, quantized_ ? layout_.bytes(rows * terms_) : 0);
+  ws.act_bytes =
+      std::max(ws.act_bytes, quantized_ ? layout_.bytes(rows * terms_) + layout_.panel_bytes(rows * terms_) : 0);
   ws.normed_bytes = std::max(ws.normed_bytes, floats_ && norm_ ? rows * k_ * sizeof(float) : 0);
 }
 
@@ -44,11 +45,16 @@ InputRows MatrixInput::prepare(Worker &worker, Run &run, Bump &scratch, uint32_t
   if (!norm_ && !quantized_) return out;
   float *row = scratch.take<float>(k_);
   float *normed = floats_ && norm_ ? run.workspace->normed : nullptr; // (T, K)
-  if (quantized_) out.a = layout_.at(run.workspace->act, size_t(rows) * terms_);
-  Split split(worker, rows, 1 + 2048 / k_);
+  const size_t act_rows = size_t(rows) * terms_;
+  if (quantized_) out.a = layout_.at(run.workspace->act, act_rows);
+  const bool panels = quantized_ && kernels.pack && act_rows >= 8;
+  if (panels) out.a.panels = run.workspace->act + layout_.bytes(act_rows);
+  const uint32_t group = panels ? 8 : 1;
+  Split split(worker, (rows + group - 1) / group, panels ? 1 : 1 + 2048 / k_);
   for (uint32_t begin, end; split.next(begin, end);) {
     if (run.stopping()) break;
-    for (size_t t = begin; t < end; ++t) {
+    const size_t last = std::min(size_t(end) * group, size_t(rows));
+    for (size_t t = size_t(begin) * group; t < last; ++t) {
       const float *x = in_ + t * k_;
       if (norm_) {
         float *to = normed ? normed + t * k_ : row;
@@ -57,6 +63,8 @@ InputRows MatrixInput::prepare(Worker &worker, Run &run, Bump &scratch, uint32_t
       }
       if (quantized_) quantize(kernels, x, out.a.from(t * terms_), residual);
     }
+    for (size_t t = size_t(begin) * group * terms_; panels && t + 8 <= last * terms_; t += 8)
+      kernels.pack(out.a.from(t));
   }
   worker.barrier();
   if (normed) out.x = normed;

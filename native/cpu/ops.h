@@ -32,7 +32,8 @@ struct ActLayout {
   size_t bytes(size_t rows) const {
     return aligned(rows * blocks * 32) + 3 * aligned(rows * blocks * 8) + aligned(rows * blocks * 4);
   }
-  ActBlocks at(uint8_t *base, size_t rows) const {
+  size_t panel_bytes(size_t rows) const { return rows / 8 * blocks * kPanelBlockBytes; }
+  ActBlocks at(uint8_t *base, size_t rows) const { // without panels
     ActBlocks a;
     a.blocks = blocks;
     a.q = reinterpret_cast<int8_t *>(base);

@@ -158,6 +158,7 @@ const KernelTable *portable_table() {
   static const KernelTable table{
       .name = "portable",
       .quantize = portable::quantize,
+      .pack = nullptr,
       .matmul = portable::matmul,
       .matmul_float = portable::matmul_float,
       .work_bytes = portable::work_bytes,
