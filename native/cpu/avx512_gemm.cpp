@@ -17,7 +17,7 @@ constexpr int kTileRows = 32;
 constexpr uint32_t kActRows = kGemmRows;
 
 struct Tile {
-  uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte; signed
+  uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte; signed. Blocks lie lane by lane: b mod 8, then b / 8
   int32_t *bias; // (blocks, 2, 32) what the offset of the activations adds to a half, negated
   float *ws;     // (blocks, 32)
   float *wm;     // (blocks, 32)
@@ -26,7 +26,7 @@ struct Tile {
 };
 constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 8 + 4 + 4 + 8 + 8);
 
-// One 32-block of eight rows of activations.
+// One 32-block of eight rows of activations; blocks lie lane by lane, as in the tile.
 struct alignas(64) Panel {
   int32_t q[8][kActRows]; // four consecutive values + 128
   float d[2][kActRows];
@@ -82,6 +82,10 @@ template <Order O> inline constexpr Table<uint8_t> kPlace{[](int i) { return nat
 template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t rows, uint32_t k, const Tile &tile) {
   using G = Group<B>;
   const int blocks = static_cast<int>(k / kBlock);
+  const size_t groups = static_cast<size_t>(blocks + 7) / kLanes;
+  const auto place = [groups](int group, int b) {
+    return static_cast<size_t>(b) * groups + static_cast<size_t>(group);
+  };
   const auto tail = G::tail(blocks % 8);
   Staging staging;
   __m512i out[4];
@@ -100,23 +104,22 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
         transpose(staging.q[0] + 16 * piece, kGroup, out);
         for (int i = 0; i < 4; i++) {
           const int at = kPlace<G::kOrder>.v[4 * piece + i]; // eight dwords a block
-          _mm512_store_si512(tile.w + (static_cast<size_t>(64 * group + at) * 2 + half) * 64, out[i]);
+          _mm512_store_si512(tile.w + ((place(group, at / 8) * 8 + at % 8) * 2 + half) * 64, out[i]);
         }
       }
       for (int h = 0; h < 2 * count; h++) {
-        const uint8_t *w = tile.w + ((static_cast<size_t>(64 * group + 4 * h)) * 2 + half) * 64;
+        const size_t at = 2 * place(group, h / 2) + h % 2;
+        const uint8_t *w = tile.w + (8 * at + half) * 64;
         __m512i sum = _mm512_setzero_si512();
         for (int i = 0; i < 4; i++)
           sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), _mm512_load_si512(w + 128 * i));
-        _mm512_store_si512(tile.bias + static_cast<size_t>(16 * group + h) * kTileRows + 16 * half,
-                           _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+        _mm512_store_si512(tile.bias + at * kTileRows + 16 * half, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
       }
       // Four blocks' values of 16 rows, to `rows` rows of the tile per block.
       const auto scatter = [&](const void *from, size_t from_stride, int b, int rows, auto *to) {
         transpose(from, from_stride, out);
         for (int i = 0; i < 4; i++)
-          _mm512_store_si512(
-              to + (static_cast<size_t>(8 * group + b + i / rows) * rows + i % rows) * kTileRows + 16 * half, out[i]);
+          _mm512_store_si512(to + (place(group, b + i / rows) * rows + i % rows) * kTileRows + 16 * half, out[i]);
       };
       for (int b = 0; b < count; b += 4) {
         scatter(&staging.ws[0][b], sizeof staging.ws[0], b, 1, tile.ws);
@@ -149,22 +152,22 @@ APU_INLINE void integer_dots(const uint8_t *w, const int32_t *bias, const Panel 
   }
 }
 
-// Block b, R rows of activations from R0: the canonical step into the accumulators of lane b mod 8.
-template <class B, int R, int R0> APU_INLINE void block_rows(const Tile &tile, const Panel &a, size_t b, float *lane) {
+// One block, R rows of activations from R0: the canonical step into the accumulators of the block's lane.
+template <class B, int R, int R0>
+APU_INLINE void block_rows(const Tile &tile, const Panel &a, size_t at, __m512 (&acc)[R][2]) {
   constexpr Minimum minimum = Traits<B>::minimum;
-  const uint8_t *w = tile.w + b * kTileRows * kBlock;
-  const int32_t *bias = tile.bias + b * 2 * kTileRows;
+  const uint8_t *w = tile.w + at * kTileRows * kBlock;
+  const int32_t *bias = tile.bias + at * 2 * kTileRows;
   __m512i first[R][2], second[R][2];
   integer_dots<R, R0>(w, bias, a, 0, first);
   integer_dots<R, R0>(w, bias, a, 1, second);
 #pragma GCC unroll 2
   for (int i = 0; i < 2; i++) {
-    const size_t column = b * kTileRows + 16 * i;
-    const float *halves = tile.scales + 2 * b * kTileRows + 16 * i, *mins = tile.mins + 2 * b * kTileRows + 16 * i;
+    const size_t column = at * kTileRows + 16 * i;
+    const float *halves = tile.scales + 2 * at * kTileRows + 16 * i, *mins = tile.mins + 2 * at * kTileRows + 16 * i;
     const __m512 ws = _mm512_load_ps(tile.ws + column);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      float *out = lane + (R0 + r) * kTileRows + 16 * i;
       __m512 f0 = _mm512_cvtepi32_ps(first[r][i]), f1 = _mm512_cvtepi32_ps(second[r][i]);
       if constexpr (Traits<B>::sub_block == 16) { // exact: below 2^24
         f0 = _mm512_mul_ps(f0, _mm512_load_ps(halves));
@@ -172,7 +175,7 @@ template <class B, int R, int R0> APU_INLINE void block_rows(const Tile &tile, c
       }
       const __m512 t =
           _mm512_fmadd_ps(f1, _mm512_set1_ps(a.d[1][R0 + r]), _mm512_mul_ps(f0, _mm512_set1_ps(a.d[0][R0 + r])));
-      __m512 v = _mm512_fmadd_ps(ws, t, _mm512_load_ps(out));
+      __m512 v = _mm512_fmadd_ps(ws, t, acc[r][i]);
       if constexpr (minimum == Minimum::per_half) {
         const __m512 m = _mm512_mul_ps(_mm512_load_ps(mins), _mm512_set1_ps(a.s16[0][R0 + r]));
         v = add_minimum<B>(_mm512_load_ps(tile.wm + column),
@@ -180,9 +183,20 @@ template <class B, int R, int R0> APU_INLINE void block_rows(const Tile &tile, c
       }
       if constexpr (minimum == Minimum::per_block)
         v = add_minimum<B>(_mm512_load_ps(tile.wm + column), _mm512_set1_ps(a.s[R0 + r]), v);
-      _mm512_store_ps(out, v);
+      acc[r][i] = v;
     }
   }
+}
+
+// R rows of activations from R0 over the `count` blocks of one lane, which lie together.
+template <class B, int R, int R0>
+APU_INLINE void lane_rows(const Tile &tile, const Panel *a, size_t at, size_t count, float *lane) {
+  __m512 acc[R][2];
+  for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+#pragma GCC unroll 1
+  for (size_t j = 0; j < count; j++) block_rows<B, R, R0>(tile, a[at + j], at + j, acc);
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 2; i++) _mm512_store_ps(lane + (R0 + r) * kTileRows + 16 * i, acc[r][i]);
 }
 
 // y (8, columns) of one tile and eight rows of activations.
@@ -190,12 +204,12 @@ template <class B>
 __attribute__((noinline)) void multiply(const Tile &tile, const Panel *a, size_t blocks, uint32_t columns, float *y,
                                         size_t y_stride) {
   alignas(64) float lanes[kLanes][kActRows * kTileRows];
-  memset(lanes, 0, sizeof lanes);
+  const size_t groups = (blocks + kLanes - 1) / kLanes;
 #pragma GCC unroll 1
-  for (size_t b = 0; b < blocks; b++) {
-    float *lane = lanes[b % kLanes]; // two sets of sums of eight rows would not fit the registers
-    block_rows<B, 4, 0>(tile, a[b], b, lane);
-    block_rows<B, 4, 4>(tile, a[b], b, lane);
+  for (size_t l = 0; l < kLanes; l++) { // two sets of sums of eight rows would not fit the registers
+    const size_t count = (blocks + kLanes - 1 - l) / kLanes;
+    lane_rows<B, 4, 0>(tile, a, l * groups, count, lanes[l]);
+    lane_rows<B, 4, 4>(tile, a, l * groups, count, lanes[l]);
   }
   for (uint32_t r = 0; r < kActRows; r++)
     for (int i = 0; i < 2; i++) {
@@ -213,8 +227,8 @@ void fill(const ActBlocks &a, Panel *panels) {
   const __m256i rows =
       _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(static_cast<int>(a.blocks)));
   for (size_t b = 0; b < a.blocks; b++) {
-    Panel &to = panels[b];
     const size_t group = b / kLanes, in_group = b % kLanes;
+    Panel &to = panels[in_group * (a.blocks / kLanes) + group];
     const __m256i sign = _mm256_set1_epi8(-128);
     for (int i = 0; i < 8; i++) { // see Order::quads
       const int8_t *q =
