@@ -13,9 +13,16 @@ constexpr uint32_t kRedundantRows = 2; // up to here every worker prepares the i
 constexpr uint32_t kMany = 8;          // rows from which units of work are wide
 constexpr uint32_t kNarrowUnit = 8;    // matrix rows
 constexpr uint32_t kWideUnit = 32;
-constexpr uint32_t kChunkBytes = 32768; // of weights that a worker takes at once: a microsecond of reading
 constexpr uint32_t kMaxChunkRows = 256;
 constexpr uint32_t kMaxTile = 512; // input rows computed in one call
+
+// Matrix rows that a worker takes at once where few rows of activations meet `bytes` of weights, row_bytes a row: an
+// eighth of its share, so that shares come out even, but every change of place costs a start of the hardware's
+// prefetchers, and two matrices that are read in turn change it with each chunk.
+inline uint32_t chunk_rows(const Worker &worker, uint64_t bytes, uint64_t row_bytes) {
+  const uint64_t share = std::clamp<uint64_t>(bytes / worker.count / 8, 32 << 10, 256 << 10);
+  return uint32_t(std::clamp<uint64_t>(share / row_bytes, kNarrowUnit, kMaxChunkRows)) / kNarrowUnit * kNarrowUnit;
+}
 
 struct InputRows {
   const float *x = nullptr; // (T, K) normed; where only quantised matrices read it, not kept

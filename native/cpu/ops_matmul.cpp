@@ -71,8 +71,8 @@ public:
     for (uint32_t m = 0; m < blocks; ++m) first[m + 1] = first[m] + (sides_[m].n + unit - 1) / unit;
     uint32_t chunk = 1;
     if (unit == kNarrowUnit) {
-      uint64_t row_bytes = sides_[0].w->row_bytes * (activation_ ? 2 : 1);
-      chunk = uint32_t(std::clamp<uint64_t>(kChunkBytes / row_bytes, unit, kMaxChunkRows)) / unit;
+      const uint64_t row_bytes = sides_[0].w->row_bytes * (activation_ ? 2 : 1);
+      chunk = chunk_rows(worker, row_bytes * first[blocks] * unit, row_bytes) / unit;
     }
     Split split(worker, first[blocks], chunk);
     for (uint32_t begin, end; split.next(begin, end);) {
