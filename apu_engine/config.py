@@ -250,7 +250,7 @@ class EngineConfig:
         "CPU instruction set; a level that the processor lacks is an error.",
         "--isa",
         group="model",
-        choices=("auto", "portable", "avx2", "avx512"),
+        choices=("auto", "portable", "avx2", "avx2vnni", "avx512"),
     )
     pin: bool = _option("bool", False, "Pin each CPU worker to one core.", "--pin", group="model")
     precision: str = _option(

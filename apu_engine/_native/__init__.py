@@ -27,6 +27,7 @@ ISA = {
     "auto": lib.APU_ISA_AUTO,
     "portable": lib.APU_ISA_PORTABLE,
     "avx2": lib.APU_ISA_AVX2,
+    "avx2vnni": lib.APU_ISA_AVX2_VNNI,
     "avx512": lib.APU_ISA_AVX512,
 }
 STRATEGIES = {

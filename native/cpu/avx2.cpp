@@ -1,202 +1,21 @@
-// AVX2 level: quantisation of activations, matrices of quantised types, and the level's table.
-// Few rows read a matrix once from memory, in order, group by group (avx2_formats.h), and are to be no slower than a
-// plain read; many rows are avx2_gemm.cpp's.
-#include "kernels.h"
-
-#if defined(__AVX2__)
-
-#include "../quant/activations.h"
+// The tables of the AVX2 levels: one for processors without VNNI, one for those with either encoding of vpdpbusd. They
+// differ in products with quantised activations.
 #include "avx2.h"
-#include "avx2_formats.h"
-
-namespace apu::cpu::avx2 {
-
-namespace {
-
-constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
-constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
-
-// Row `first` of the activations, in blocks; the same in dot_some.
-template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
-  ActGroup act(a, first);
-  __m256 acc = _mm256_setzero_ps();
-  for (; blocks >= kGroup; blocks -= kGroup, row += Format::kGroupBytes, act.next())
-    acc = add_group<Format>(row, kGroup, act, acc);
-  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks, act, acc);
-  return sum8(acc);
-}
-
-template <class Format>
-APU_INLINE void dot_each(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
-                         size_t y_stride) {
-  __m256 acc[kRows];
-  for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
-  for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
-    const Group<Format> group = blocks - b >= kGroup ? Group<Format>(row, kGroup) : Group<Format>(row, blocks - b);
-    for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(ActGroup(a, first + size_t{t} * a.blocks + b), acc[t]);
-  }
-  for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
-}
-
-template <class Format>
-void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
-              size_t y_stride) {
-  if (rows == 2) // the two terms of one input: all in registers
-    dot_each<Format>(row, blocks, a, first, 2, y, y_stride);
-  else
-    dot_each<Format>(row, blocks, a, first, rows, y, y_stride);
-}
-
-struct MatmulRows {
-  const Matrix &w;
-  const ActBlocks &a;
-  uint32_t rows, begin, end;
-  float *y;
-  size_t y_stride;
-
-  template <class Format> void operator()() const {
-    const uint32_t blocks = w.k / 32;
-    for (uint32_t t = 0; t < rows; t += kRows) {
-      const uint32_t count = rows - t < kRows ? rows - t : kRows;
-      for (uint32_t n = begin; n < end; ++n) {
-        const uint8_t *row = w.data + n * w.row_stride;
-        float *out = y + t * y_stride + (n - begin);
-        if (count == 1)
-          *out = dot_one<Format>(row, blocks, a, size_t{t} * a.blocks);
-        else
-          dot_some<Format>(row, blocks, a, size_t{t} * a.blocks, count, out, y_stride);
-      }
-    }
-  }
-};
-
-// Lane b is the maximum over all lanes of r[b].
-APU_INLINE __m256i max_each(const __m256i *r) {
-  const auto max = [](__m256i a, __m256i b) __attribute__((always_inline)) { return _mm256_max_epu32(a, b); };
-  __m256i four[2];
-#pragma GCC unroll 2
-  for (uint32_t i = 0; i < 2; ++i) {
-    const __m256i *v = r + 4 * i;
-    const __m256i a = max(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
-    const __m256i b = max(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
-    four[i] = max(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
-  }
-  return max(_mm256_permute2x128_si256(four[0], four[1], 0x20), _mm256_permute2x128_si256(four[0], four[1], 0x31));
-}
-
-struct HalfScales { // (8) of one half of a group's blocks
-  alignas(32) float inverse[kGroup];
-  alignas(32) uint32_t keep[kGroup]; // bits of an activation that count: none where a half is not finite
-};
-
-// The arithmetic of quant::quantize_half for one half of eight blocks, at x + 32 b: its scales d.
-APU_INLINE __m256 half_scales(const float *x, HalfScales &out) {
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  __m256i top[kGroup];
-#pragma GCC unroll 8
-  for (uint32_t b = 0; b < kGroup; ++b)
-    top[b] = _mm256_max_epu32(_mm256_and_si256(load32(x + 32 * b), magnitude),
-                              _mm256_and_si256(load32(x + 32 * b + 8), magnitude));
-  const __m256i bits = max_each(top);
-  const __m256i odd = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x7f7fffff)); // infinite or NaN
-  const __m256 amax = _mm256_castsi256_ps(bits);
-  const __m256 some = _mm256_cmp_ps(amax, _mm256_set1_ps(quant::kSmallestAmax), _CMP_GE_OQ);
-  const __m256 d = _mm256_and_ps(some, _mm256_div_ps(amax, _mm256_set1_ps(127.0f)));
-  const __m256 inverse = _mm256_and_ps(some, _mm256_div_ps(_mm256_set1_ps(1.0f), d));
-  _mm256_store_ps(out.inverse, inverse);
-  _mm256_store_si256(reinterpret_cast<__m256i *>(out.keep), _mm256_xor_si256(odd, _mm256_set1_epi32(-1)));
-  return _mm256_blendv_ps(d, _mm256_set1_ps(__builtin_nanf("")), _mm256_castsi256_ps(odd));
-}
-
-// 16 activations at x to integers, in two registers.
-APU_INLINE void round_half(const float *x, const HalfScales &scales, uint32_t b, __m256i *n) {
-  const __m256 inverse = _mm256_broadcast_ss(scales.inverse + b);
-  const __m256i keep = _mm256_set1_epi32(static_cast<int32_t>(scales.keep[b]));
-#pragma GCC unroll 2
-  for (uint32_t i = 0; i < 2; ++i) { // ties to even
-    const __m256 v = _mm256_castsi256_ps(_mm256_and_si256(load32(x + 8 * i), keep));
-    n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse));
-  }
-}
-
-// 256 activations to the group of blocks that begins with block `at`.
-void quantize_group(const float *x, const ActBlocks &a, size_t at) {
-  __m256 s16[2];
-  for (uint32_t h = 0; h < 2; ++h) {
-    HalfScales scales;
-    const __m256 d = half_scales(x + 16 * h, scales);
-    const auto pair = [&](uint32_t i) __attribute__((always_inline)) { // blocks i and i + 4
-      __m256i n[4];
-      round_half(x + 32 * i + 16 * h, scales, i, n);
-      round_half(x + 32 * (i + 4) + 16 * h, scales, i + 4, n + 2);
-      const __m256i q = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
-      return _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    };
-    __m256i sums[2];
-    const __m256i one = _mm256_set1_epi8(1);
-#pragma GCC unroll 2
-    for (uint32_t j = 0; j < 2; ++j) {
-      const __m256i u = pair(2 * j), v = pair(2 * j + 1);
-      const __m256i low = _mm256_unpacklo_epi64(u, v), high = _mm256_unpackhi_epi64(u, v);
-      auto *q = reinterpret_cast<__m256i *>(a.q + 32 * at + 128 * j + 64 * h);
-      _mm256_storeu_si256(q, low);
-      _mm256_storeu_si256(q + 1, high);
-      sums[j] = _mm256_add_epi16(_mm256_maddubs_epi16(one, low), _mm256_maddubs_epi16(one, high));
-    }
-    const __m256i sum = fold16(sums[0], sums[1]);
-    s16[h] = _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))));
-    const size_t to = 2 * at + kGroup * h;
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(a.sum16 + to), _mm256_slli_epi16(sum, kSumShift));
-    _mm256_storeu_ps(a.d + to, d);
-    _mm256_storeu_ps(a.s16 + to, s16[h]);
-  }
-  _mm256_storeu_ps(a.s + at, _mm256_add_ps(s16[0], s16[1]));
-}
-
-} // namespace
-
-void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a) {
-  for (uint32_t t = 0; t < rows; ++t)
-    for (uint32_t b = 0; b < a.blocks; b += kGroup) {
-      const float *in = x + t * x_stride + 32 * b;
-      const size_t at = size_t{t} * a.blocks + b;
-      if (32 * (b + kGroup) <= k) {
-        quantize_group(in, a, at);
-      } else { // the last group, zero beyond k
-        alignas(32) float part[32 * kGroup] = {};
-        std::memcpy(part, in, (k - 32 * b) * sizeof(float));
-        quantize_group(part, a, at);
-      }
-    }
-}
-
-size_t work_bytes(uint32_t k) { // panels, an unpacked row, or a dequantised one
-  size_t bytes = size_t{k} * sizeof(float);
-  if (gemm_work_bytes(k) > bytes) bytes = gemm_work_bytes(k);
-  if (unpacked_work_bytes(k) > bytes) bytes = unpacked_work_bytes(k);
-  return bytes;
-}
-
-void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
-            void *work) {
-  if (!has_format(w.dtype)) return matmul_unpacked(w, a, rows, begin, end, y, y_stride, work);
-  const uint32_t middle = rows < kGemmRows ? begin : begin + (end - begin) / 8 * 8;
-  if (middle > begin) gemm(w, a, rows, begin, middle, y, y_stride, work);
-  if (middle < end) with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});
-}
-
-} // namespace apu::cpu::avx2
 
 namespace apu::cpu {
 
-const KernelTable *avx2_table() {
-  static const KernelTable table{
-      .name = "avx2",
-      .quantize = avx2::quantize,
+#if defined(__AVX2__)
+
+namespace {
+
+constexpr KernelTable table(const char *name, const Avx2Products &products) {
+  return {
+      .name = name,
+      .quantize = products.quantize,
       .pack = nullptr,
-      .matmul = avx2::matmul,
+      .matmul = products.matmul,
       .matmul_float = avx2::matmul_float,
-      .work_bytes = avx2::work_bytes,
+      .work_bytes = products.work_bytes,
       .dequantize_row = avx2::dequantize_row,
       .dot = avx2::dot,
       .dot_f16 = avx2::dot_f16,
@@ -211,19 +30,31 @@ const KernelTable *avx2_table() {
       .max = avx2::max,
       .exp_sum = avx2::exp_sum,
   };
-  return &table;
 }
 
-} // namespace apu::cpu
+} // namespace
+
+const KernelTable *avx2_table() {
+  static const KernelTable avx2 = table("avx2", avx2::products);
+  return &avx2;
+}
+
+const KernelTable *avx2_vnni_table(bool evex) {
+  static const KernelTable vex = table("avx2vnni", avx2_vex::products);
+  static const KernelTable other = table("avx2vnni", avx2_evex::products);
+  return evex ? &other : &vex;
+}
 
 #else
-
-namespace apu::cpu {
 
 const KernelTable *avx2_table() {
   return nullptr;
 }
 
-} // namespace apu::cpu
+const KernelTable *avx2_vnni_table(bool) {
+  return nullptr;
+}
 
 #endif
+
+} // namespace apu::cpu

@@ -4,6 +4,7 @@
 // without shuffles and two more reach block order in two; the quantiser stores activations likewise. Bytes are unsigned
 // with a bias (maddubs wants one unsigned side), and all sums before the last step are int16 that may wrap: without its
 // bias, half a half's sum fits, |w| * 127 * 8 < 2^15. Only Q8_0 is signed and moves its signs to the activations.
+// With VNNI (vpdpbusd: four products to an int32) the sums are packed to those int16, and signed bytes get a bias too.
 // In an unnamed namespace: nothing here may be shared with files compiled without these flags.
 #pragma once
 
@@ -33,7 +34,7 @@ struct Quad { // blocks 2 j, 2 j + 1, 2 j + 4, 2 j + 5: elements 0..7 and 8..15 
 };
 
 // Activations of one row and group. In q, element e of half h of block b is at quad_offset(b) + 64 h + 32 (e / 8)
-// + e % 8. sum16 has for each half two int16, 8 times the sum over elements 4 i and 4 i + 1 and over the others.
+// + e % 8. sum16 has for each half two int16 as dot_half gives them for weights 1, times 8.
 struct ActGroup {
   const int8_t *q;
   const float *d, *s16, *s;
@@ -110,33 +111,67 @@ APU_INLINE __m256i fold32(__m256i quad0, __m256i quad1) {
   return _mm256_add_epi32(even_dwords(quad0, quad1), odd_dwords(quad0, quad1));
 }
 
-// What weights 2^kBias too large added to a half: from its sum16.
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+constexpr bool kVnni = true;
+APU_INLINE __m256i dpbusd(__m256i sum, __m256i w, __m256i q) {
+  return _mm256_dpbusd_epi32(sum, w, q);
+}
+#elif defined(__AVXVNNI__)
+constexpr bool kVnni = true;
+APU_INLINE __m256i dpbusd(__m256i sum, __m256i w, __m256i q) {
+  return _mm256_dpbusd_avx_epi32(sum, w, q);
+}
+#else
+constexpr bool kVnni = false;
+APU_INLINE __m256i dpbusd(__m256i sum, __m256i, __m256i) { // for code that kVnni discards
+  return sum;
+}
+#endif
+
+// What weights 2^kBias too large added to a half: from its sum16, as two int16 or as one negative int32.
 template <int kBias> APU_INLINE __m256i bias16(__m256i sums) {
   constexpr int kShift = kBias - static_cast<int>(kSumShift);
   return kShift >= 0 ? _mm256_slli_epi16(sums, kShift) : _mm256_srai_epi16(sums, -kShift);
+}
+template <int kBias> APU_INLINE __m256i minus_bias32(__m256i sums) {
+  constexpr int kShift = kBias - static_cast<int>(kSumShift);
+  if constexpr (kShift < 0) sums = _mm256_srai_epi16(sums, -kShift);
+  return _mm256_madd_epi16(sums, _mm256_set1_epi16(static_cast<int16_t>(kShift > 0 ? -(1 << kShift) : -1)));
+}
+
+// w[j][i]: unsigned weights of one half of quad j, below 64 with VNNI where kSixBits, else below 32; q: its
+// activations. Two int16 a block, which may wrap.
+template <bool kSixBits> APU_INLINE __m256i dot_half(const __m256i (&w)[2][2], const int8_t *q) {
+  const __m256i zero = _mm256_setzero_si256();
+  __m256i sum[2], more[2];
+#pragma GCC unroll 2
+  for (uint32_t j = 0; j < 2; ++j) {
+    const __m256i q0 = load32(q + 128 * j), q1 = load32(q + 128 * j + 32);
+    if constexpr (!kVnni) {
+      sum[j] = _mm256_add_epi16(_mm256_maddubs_epi16(w[j][0], q0), _mm256_maddubs_epi16(w[j][1], q1));
+    } else if constexpr (kSixBits) { // a pack saturates: no more than four products
+      sum[j] = dpbusd(zero, w[j][0], q0);
+      more[j] = dpbusd(zero, w[j][1], q1);
+    } else {
+      sum[j] = dpbusd(dpbusd(zero, w[j][0], q0), w[j][1], q1);
+    }
+  }
+  if constexpr (!kVnni) return fold16(sum[0], sum[1]);
+  const __m256i packed = _mm256_packs_epi32(sum[0], sum[1]);
+  return kSixBits ? _mm256_add_epi16(packed, _mm256_packs_epi32(more[0], more[1])) : packed;
 }
 
 // `w` gives the weights of quad j, either from memory as they are needed or from a Group taken apart before.
 
 // Unsigned weights that are 2^kBias too large, or not when kBias is 0. `scale`: of the halves, an int16 twice a block.
 template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a, Halves scale) {
-  __m256i sum[2][2];
-#pragma GCC unroll 2
-  for (uint32_t j = 0; j < 2; ++j) {
-    const Quad v = w(j);
-#pragma GCC unroll 2
-    for (uint32_t h = 0; h < 2; ++h) {
-      const int8_t *q = a.q + 128 * j + 64 * h;
-      sum[h][j] = _mm256_add_epi16(_mm256_maddubs_epi16(v.half[h][0], load32(q)),
-                                   _mm256_maddubs_epi16(v.half[h][1], load32(q + 32)));
-    }
-  }
-  Halves total{fold16(sum[0][0], sum[0][1]), fold16(sum[1][0], sum[1][1])};
-  if constexpr (kBias != 0) {
-    total.first = _mm256_sub_epi16(total.first, bias16<kBias>(load32(a.sum16)));
-    total.second = _mm256_sub_epi16(total.second, bias16<kBias>(load32(a.sum16 + kGroup)));
-  }
-  return {_mm256_madd_epi16(total.first, scale.first), _mm256_madd_epi16(total.second, scale.second)};
+  const Quad quad0 = w(0), quad1 = w(1);
+  const auto half = [&](uint32_t h) __attribute__((always_inline)) {
+    const __m256i v[2][2] = {{quad0.half[h][0], quad0.half[h][1]}, {quad1.half[h][0], quad1.half[h][1]}};
+    const __m256i sum = dot_half<kBias == 5>(v, a.q + 64 * h);
+    return kBias == 0 ? sum : _mm256_sub_epi16(sum, bias16<kBias>(load32(a.sum16 + kGroup * h)));
+  };
+  return {_mm256_madd_epi16(half(0), scale.first), _mm256_madd_epi16(half(1), scale.second)};
 }
 
 template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a) {
@@ -144,12 +179,19 @@ template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &
   return dot_narrow<kBias>(w, a, {one, one});
 }
 
-// Signed bytes: |w| <= 128 and |q| <= 127 keep maddubs' pair at 32512, below saturation.
+// Signed weights of any size as the products want them: with VNNI 128 too large and unsigned.
+constexpr int kSignedBias = kVnni ? 7 : 0;
+APU_INLINE __m256i signed_weights(__m256i w) {
+  return kVnni ? _mm256_xor_si256(w, _mm256_set1_epi8(-128)) : w;
+}
+
+// |w| <= 128 and |q| <= 127 keep maddubs' pair at 32512, below saturation.
 APU_INLINE __m256i multiply_signed(__m256i w, const int8_t *q) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(load32(q), w));
   return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
+// Of signed_weights.
 template <class Weights> APU_INLINE Halves dot_signed(const Weights &w, const ActGroup &a) {
   __m256i sum[2][2];
 #pragma GCC unroll 2
@@ -158,10 +200,18 @@ template <class Weights> APU_INLINE Halves dot_signed(const Weights &w, const Ac
 #pragma GCC unroll 2
     for (uint32_t h = 0; h < 2; ++h) {
       const int8_t *q = a.q + 128 * j + 64 * h;
-      sum[h][j] = _mm256_add_epi32(multiply_signed(v.half[h][0], q), multiply_signed(v.half[h][1], q + 32));
+      if constexpr (kVnni)
+        sum[h][j] = dpbusd(dpbusd(_mm256_setzero_si256(), v.half[h][0], load32(q)), v.half[h][1], load32(q + 32));
+      else
+        sum[h][j] = _mm256_add_epi32(multiply_signed(v.half[h][0], q), multiply_signed(v.half[h][1], q + 32));
     }
   }
-  return {fold32(sum[0][0], sum[0][1]), fold32(sum[1][0], sum[1][1])};
+  Halves total{fold32(sum[0][0], sum[0][1]), fold32(sum[1][0], sum[1][1])};
+  if constexpr (kVnni) {
+    total.first = _mm256_add_epi32(total.first, minus_bias32<kSignedBias>(load32(a.sum16)));
+    total.second = _mm256_add_epi32(total.second, minus_bias32<kSignedBias>(load32(a.sum16 + kGroup)));
+  }
+  return total;
 }
 
 // Of pairs 2 j and 2 j + 1.
@@ -289,7 +339,8 @@ struct SignedBytes : FormatDefaults { // Q8_0
 
   static APU_INLINE Pair pair(const uint8_t *p, uint32_t count, uint32_t i) {
     const uint8_t *values = p + i * kBlockBytes + 2;
-    return {load_pair(values, 4 * kBlockBytes, i, count), load_pair(values + 16, 4 * kBlockBytes, i, count)};
+    return {signed_weights(load_pair(values, 4 * kBlockBytes, i, count)),
+            signed_weights(load_pair(values + 16, 4 * kBlockBytes, i, count))};
   }
   static APU_INLINE Quad quad(const uint8_t *p, uint32_t count, uint32_t j) {
     return quad_of(pair(p, count, 2 * j), pair(p, count, 2 * j + 1));

@@ -2,13 +2,15 @@
 // panel: a register holds four consecutive bytes of each of the eight rows, so that one broadcast of four activations
 // meets all of them and integer sums need no shuffles. Four panels (32 rows) stay in L2 while all activations pass,
 // four rows of them at a time. A lane of the canonical sum is block b mod 8, hence a panel keeps its blocks in that
-// order and adds up one lane after the other: the same bits as avx2.cpp.
+// order and adds up one lane after the other: the same bits as avx2_matvec.cpp. Compiled once for each variant, see
+// avx2.h.
+#include "avx2.h"
+
 #if defined(__AVX2__)
 
-#include "avx2.h"
 #include "avx2_formats.h"
 
-namespace apu::cpu::avx2 {
+namespace apu::cpu::APU_AVX2 {
 
 namespace {
 
@@ -34,9 +36,10 @@ struct Panel {
   uint8_t *values;  // (blocks, 8, 8, 4) four bytes of each row
   float *scale;     // (blocks, 8) ws
   float *minimum;   // (blocks, 8) wm
-  uint8_t *half[2]; // (blocks, 8, 2) the integer scale of a half, an int16 twice
+  uint8_t *half[2]; // (blocks, 8) the integer scale of a half: an int16 twice, or with VNNI as a float
   uint8_t *minima;  // (blocks, 8, 2) the integer minima of both halves, int16
 
+  Panel() = default;
   Panel(void *memory, uint32_t groups) {
     const size_t blocks = size_t{groups} * kGroup;
     values = static_cast<uint8_t *>(memory);
@@ -80,6 +83,11 @@ APU_INLINE void store_table(__m256i *r, void *table, uint32_t groups, uint32_t g
   for (uint32_t b = 0; b < kGroup; ++b) store32(to + 32 * (size_t{b} * groups + group), r[b]);
 }
 
+APU_INLINE __m256i half_scale(__m256i twice) {
+  if constexpr (!kVnni) return twice;
+  return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(twice, 16)));
+}
+
 template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, uint32_t group, const Panel &panel) {
   const uint32_t groups = groups_of(w.k), left = w.k / 32 - group * kGroup, count = left < kGroup ? left : kGroup;
   const uint8_t *p = w.data + n * w.row_stride + size_t{group} * Format::kGroupBytes;
@@ -92,8 +100,8 @@ template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, 
   if constexpr (Format::kMinimum || Format::kHalfMinima)
     fill(panel.minimum, [](const Format &f) { return _mm256_castps_si256(f.minimum()); });
   if constexpr (Format::kHalfScales) {
-    fill(panel.half[0], [](const Format &f) { return split_halves(f.scales).first; });
-    fill(panel.half[1], [](const Format &f) { return split_halves(f.scales).second; });
+    fill(panel.half[0], [](const Format &f) { return half_scale(split_halves(f.scales).first); });
+    fill(panel.half[1], [](const Format &f) { return half_scale(split_halves(f.scales).second); });
   }
   if constexpr (Format::kHalfMinima) fill(panel.minima, [](const Format &f) { return f.minima; });
 
@@ -158,90 +166,135 @@ APU_INLINE __m256 broadcast_float(const char *p) {
   return _mm256_castsi256_ps(broadcast4(p));
 }
 
-// Integer sums of one half of a block, of eight rows with kCount rows of activations, the half's scale folded in.
-template <class Format, uint32_t kCount>
-APU_INLINE void half_sums(const uint8_t *w, uint32_t half, __m256i scale, const Rows<kCount> &a, __m256i *sum) {
+// One half of block `at` of eight weight rows a panel, with kCount rows of activations: its integers, the half's scale
+// folded in, as floats.
+template <class Format, uint32_t kPanels, uint32_t kCount>
+APU_INLINE void half_sums(const Panel *panel, size_t at, uint32_t half, const Rows<kCount> &a,
+                          __m256 (&out)[kPanels][kCount]) {
+  constexpr bool kSigned = Format::kSigned && !kVnni;
+  constexpr int kBias = Format::kSigned ? kSignedBias : Format::kBias;
+  __m256i scale[kPanels], sum[kPanels][kCount];
+#pragma GCC unroll 2
+  for (uint32_t p = 0; p < kPanels; ++p)
+    scale[p] = Format::kHalfScales ? load32(panel[p].half[half] + 32 * at) : _mm256_set1_epi16(1);
+  const auto sums16 = [&](uint32_t t)
+                          __attribute__((always_inline)) { return broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half); };
+  if constexpr (kVnni) {
+#pragma GCC unroll 8
+    for (uint32_t t = 0; t < kCount; ++t) {
+      const __m256i start = kBias ? minus_bias32<kBias>(sums16(t)) : _mm256_setzero_si256();
+#pragma GCC unroll 2
+      for (uint32_t p = 0; p < kPanels; ++p) sum[p][t] = start;
+    }
+  }
 #pragma GCC unroll 4
   for (uint32_t i = 0; i < 4; ++i) {
-    const __m256i v = load32(w + 128 * half + 32 * i);
-    const __m256i magnitude = Format::kSigned ? _mm256_abs_epi8(v) : v;
+    __m256i v[kPanels], magnitude[kPanels];
+#pragma GCC unroll 2
+    for (uint32_t p = 0; p < kPanels; ++p) {
+      v[p] = load32(panel[p].values + 256 * at + 128 * half + 32 * i);
+      magnitude[p] = kSigned ? _mm256_abs_epi8(v[p]) : v[p];
+    }
 #pragma GCC unroll 8
     for (uint32_t t = 0; t < kCount; ++t) {
       const __m256i q = broadcast4(a.q + 8 * a.stride[t] + 64 * half + 32 * (i / 2) + 4 * (i % 2));
-      if constexpr (Format::kSigned) {
-        const __m256i wide = _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(q, v)), scale);
-        sum[t] = i == 0 ? wide : _mm256_add_epi32(sum[t], wide);
-      } else {
-        const __m256i pairs = _mm256_maddubs_epi16(magnitude, q);
-        sum[t] = i == 0 ? pairs : _mm256_add_epi16(sum[t], pairs); // may wrap until the bias is out
+#pragma GCC unroll 2
+      for (uint32_t p = 0; p < kPanels; ++p) {
+        __m256i &to = sum[p][t];
+        if constexpr (kVnni) {
+          to = dpbusd(to, v[p], q);
+        } else if constexpr (kSigned) {
+          const __m256i pairs = _mm256_maddubs_epi16(magnitude[p], _mm256_sign_epi8(q, v[p]));
+          const __m256i wide = _mm256_madd_epi16(pairs, scale[p]);
+          to = i == 0 ? wide : _mm256_add_epi32(to, wide);
+        } else {
+          const __m256i pairs = _mm256_maddubs_epi16(magnitude[p], q);
+          to = i == 0 ? pairs : _mm256_add_epi16(to, pairs); // may wrap until the bias is out
+        }
+        pin(to);
       }
-      pin(sum[t]);
     }
   }
-  if constexpr (Format::kSigned) return;
 #pragma GCC unroll 8
-  for (uint32_t t = 0; t < kCount; ++t) {
-    if constexpr (Format::kBias != 0) {
-      const __m256i sums = broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half);
-      sum[t] = _mm256_sub_epi16(sum[t], bias16<Format::kBias>(sums));
+  for (uint32_t t = 0; t < kCount; ++t)
+#pragma GCC unroll 2
+    for (uint32_t p = 0; p < kPanels; ++p) {
+      __m256i v = sum[p][t];
+      if constexpr (!kVnni && !kSigned) {
+        if constexpr (kBias != 0) v = _mm256_sub_epi16(v, bias16<kBias>(sums16(t)));
+        v = _mm256_madd_epi16(v, scale[p]);
+      }
+      out[p][t] = _mm256_cvtepi32_ps(v);
+      if constexpr (kVnni && Format::kHalfScales) out[p][t] = _mm256_mul_ps(out[p][t], _mm256_castsi256_ps(scale[p]));
     }
-    sum[t] = _mm256_madd_epi16(sum[t], scale);
-  }
 }
 
-template <class Format, uint32_t kCount>
-void multiply(const Panel &panel, uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0, float *y,
+// Neighbouring panels times kCount rows of activations from t0 on.
+template <class Format, uint32_t kPanels, uint32_t kCount>
+void multiply(const Panel *panel, uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0, float *y,
               size_t y_stride) {
-  __m256 lane[kGroup][kCount];
+  __m256 lane[kGroup][kPanels][kCount];
   for (uint32_t l = 0; l < kGroup; ++l) {
-    __m256 acc[kCount];
+    __m256 acc[kPanels][kCount];
+#pragma GCC unroll 2
+    for (uint32_t p = 0; p < kPanels; ++p)
 #pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCount; ++t) acc[t] = _mm256_setzero_ps();
+      for (uint32_t t = 0; t < kCount; ++t) acc[p][t] = _mm256_setzero_ps();
     Rows<kCount> act(a, t0);
     act.next(l, 0);
     size_t at = size_t{l} * groups;
     for (uint32_t b = l; b < blocks; b += kGroup, ++at, act.next(0, 1)) {
-      __m256 value[kCount];
+      __m256 first[kPanels][kCount], second[kPanels][kCount];
+      half_sums<Format>(panel, at, 0, act, first);
+#pragma GCC unroll 8
+      for (uint32_t t = 0; t < kCount; ++t) {
+        const __m256 d = broadcast_float(act.d + 2 * act.stride[t]);
 #pragma GCC unroll 2
-      for (uint32_t h = 0; h < 2; ++h) {
-        const __m256i scale = Format::kHalfScales ? load32(panel.half[h] + 32 * at) : _mm256_set1_epi16(1);
-        __m256i sum[kCount];
-        half_sums<Format, kCount>(panel.values + 256 * at, h, scale, act, sum);
+        for (uint32_t p = 0; p < kPanels; ++p) first[p][t] = _mm256_mul_ps(first[p][t], d);
+      }
+      half_sums<Format>(panel, at, 1, act, second);
 #pragma GCC unroll 8
-        for (uint32_t t = 0; t < kCount; ++t) {
-          const __m256 d = broadcast_float(act.d + 2 * act.stride[t] + 32 * h), v = _mm256_cvtepi32_ps(sum[t]);
-          value[t] = h == 0 ? _mm256_mul_ps(v, d) : _mm256_fmadd_ps(v, d, value[t]);
+      for (uint32_t t = 0; t < kCount; ++t) {
+        const __m256 d = broadcast_float(act.d + 2 * act.stride[t] + 32);
+#pragma GCC unroll 2
+        for (uint32_t p = 0; p < kPanels; ++p) second[p][t] = _mm256_fmadd_ps(second[p][t], d, first[p][t]);
+      }
+#pragma GCC unroll 2
+      for (uint32_t p = 0; p < kPanels; ++p) {
+        const __m256 scale = _mm256_loadu_ps(panel[p].scale + 8 * at);
+#pragma GCC unroll 8
+        for (uint32_t t = 0; t < kCount; ++t) acc[p][t] = _mm256_fmadd_ps(scale, second[p][t], acc[p][t]);
+        if constexpr (Format::kMinimum) {
+          const __m256 minimum = _mm256_loadu_ps(panel[p].minimum + 8 * at);
+#pragma GCC unroll 8
+          for (uint32_t t = 0; t < kCount; ++t)
+            acc[p][t] = _mm256_fmadd_ps(minimum, broadcast_float(act.s + act.stride[t]), acc[p][t]);
         }
-      }
-      const __m256 scale = _mm256_loadu_ps(panel.scale + 8 * at);
+        if constexpr (Format::kHalfMinima) {
+          const __m256 minimum = _mm256_loadu_ps(panel[p].minimum + 8 * at);
+          const Halves m = widen_halves(load32(panel[p].minima + 32 * at));
+          const __m256 m0 = _mm256_cvtepi32_ps(m.first), m1 = _mm256_cvtepi32_ps(m.second);
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) acc[t] = _mm256_fmadd_ps(scale, value[t], acc[t]);
-      if constexpr (Format::kMinimum) {
-        const __m256 minimum = _mm256_loadu_ps(panel.minimum + 8 * at);
-#pragma GCC unroll 8
-        for (uint32_t t = 0; t < kCount; ++t)
-          acc[t] = _mm256_fmadd_ps(minimum, broadcast_float(act.s + act.stride[t]), acc[t]);
-      }
-      if constexpr (Format::kHalfMinima) {
-        const __m256 minimum = _mm256_loadu_ps(panel.minimum + 8 * at);
-        const Halves m = widen_halves(load32(panel.minima + 32 * at));
-        const __m256 first = _mm256_cvtepi32_ps(m.first), second = _mm256_cvtepi32_ps(m.second);
-#pragma GCC unroll 8
-        for (uint32_t t = 0; t < kCount; ++t) {
-          const char *s = act.s16 + 2 * act.stride[t];
-          const __m256 v = _mm256_fmadd_ps(second, broadcast_float(s + 32), _mm256_mul_ps(first, broadcast_float(s)));
-          acc[t] = _mm256_fmadd_ps(minimum, v, acc[t]);
+          for (uint32_t t = 0; t < kCount; ++t) {
+            const char *s = act.s16 + 2 * act.stride[t];
+            const __m256 v = _mm256_fmadd_ps(m1, broadcast_float(s + 32), _mm256_mul_ps(m0, broadcast_float(s)));
+            acc[p][t] = _mm256_fmadd_ps(minimum, v, acc[p][t]);
+          }
         }
       }
     }
+#pragma GCC unroll 2
+    for (uint32_t p = 0; p < kPanels; ++p)
 #pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCount; ++t) lane[l][t] = acc[t];
+      for (uint32_t t = 0; t < kCount; ++t) lane[l][p][t] = acc[p][t];
   }
-  for (uint32_t t = 0; t < kCount; ++t) {
-    const __m256 even = _mm256_add_ps(_mm256_add_ps(lane[0][t], lane[4][t]), _mm256_add_ps(lane[2][t], lane[6][t]));
-    const __m256 odd = _mm256_add_ps(_mm256_add_ps(lane[1][t], lane[5][t]), _mm256_add_ps(lane[3][t], lane[7][t]));
-    _mm256_storeu_ps(y + t * y_stride, _mm256_add_ps(even, odd));
-  }
+  for (uint32_t p = 0; p < kPanels; ++p)
+    for (uint32_t t = 0; t < kCount; ++t) {
+      const auto add = [&](uint32_t i, uint32_t j)
+                           __attribute__((always_inline)) { return _mm256_add_ps(lane[i][p][t], lane[j][p][t]); };
+      const __m256 even = _mm256_add_ps(add(0, 4), add(2, 6)), odd = _mm256_add_ps(add(1, 5), add(3, 7));
+      _mm256_storeu_ps(y + t * y_stride + p * kPanelRows, _mm256_add_ps(even, odd));
+    }
 }
 
 struct Gemm {
@@ -253,20 +306,27 @@ struct Gemm {
   void *work;
 
   template <class Format> void operator()() const {
-    const uint32_t groups = groups_of(w.k), blocks = w.k / 32, panels = panels_of(w.k);
-    const auto panel = [&](uint32_t i) { return Panel(static_cast<uint8_t *>(work) + i * panel_bytes(w.k), groups); };
+    const uint32_t groups = groups_of(w.k), panels = panels_of(w.k);
+    auto *memory = static_cast<uint8_t *>(work);
+    Panel panel[kMaxPanels];
+    for (uint32_t i = 0; i < panels; ++i) panel[i] = Panel(memory + i * panel_bytes(w.k), groups);
     for (uint32_t n = begin; n < end; n += panels * kPanelRows) {
       const uint32_t left = (end - n) / kPanelRows, count = left < panels ? left : panels;
-      for (uint32_t i = 0; i < count; ++i) fill_panel<Format>(w, n + i * kPanelRows, panel(i));
+      for (uint32_t i = 0; i < count; ++i) fill_panel<Format>(w, n + i * kPanelRows, panel[i]);
       uint32_t t = 0;
-      float *out = y + (n - begin);
-      for (; t + kRows <= rows; t += kRows)
-        for (uint32_t i = 0; i < count; ++i)
-          multiply<Format, kRows>(panel(i), groups, blocks, a, t, out + t * y_stride + i * kPanelRows, y_stride);
-      for (; t < rows; ++t)
-        for (uint32_t i = 0; i < count; ++i)
-          multiply<Format, 1>(panel(i), groups, blocks, a, t, out + t * y_stride + i * kPanelRows, y_stride);
+      for (; t + kRows <= rows; t += kRows) pass<Format, kRows>(panel, count, n, t);
+      for (; t < rows; ++t) pass<Format, 1>(panel, count, n, t);
     }
+  }
+
+  // All panels times kCount rows of activations.
+  template <class Format, uint32_t kCount> void pass(const Panel *panel, uint32_t count, uint32_t n, uint32_t t) const {
+    const uint32_t groups = groups_of(w.k), blocks = w.k / 32;
+    float *out = y + t * y_stride + (n - begin);
+    uint32_t i = 0;
+    for (; i + 2 <= count; i += 2)
+      multiply<Format, 2, kCount>(panel + i, groups, blocks, a, t, out + i * kPanelRows, y_stride);
+    if (i < count) multiply<Format, 1, kCount>(panel + i, groups, blocks, a, t, out + i * kPanelRows, y_stride);
   }
 };
 
@@ -281,6 +341,6 @@ void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, ui
   with_format(w.dtype, Gemm{w, a, rows, begin, end, y, y_stride, work});
 }
 
-} // namespace apu::cpu::avx2
+} // namespace apu::cpu::APU_AVX2
 
 #endif

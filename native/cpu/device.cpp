@@ -18,6 +18,7 @@ const char *isa_name(uint32_t isa) {
   switch (isa) {
   case APU_ISA_PORTABLE: return "portable";
   case APU_ISA_AVX2: return "avx2";
+  case APU_ISA_AVX2_VNNI: return "avx2vnni";
   case APU_ISA_AVX512: return "avx512";
   default: return "?";
   }
@@ -34,8 +35,9 @@ apu_status apu_device_open(const char *kind, int32_t index, const apu_device_opt
   apu_device_options o = options ? *options : apu_device_options{};
   if (o.threads > kMaxThreads)
     return fail(APU_E_INVALID, "device cpu: threads is %u, expected 0 (automatic) to %u", o.threads, kMaxThreads);
-  if (o.isa > APU_ISA_AVX512)
-    return fail(APU_E_INVALID, "device cpu: isa is %u, expected 0 (automatic) to %u", o.isa, unsigned(APU_ISA_AVX512));
+  if (o.isa > APU_ISA_AVX2_VNNI)
+    return fail(APU_E_INVALID, "device cpu: isa is %u, expected 0 (automatic) to %u", o.isa,
+                unsigned(APU_ISA_AVX2_VNNI));
   if (o.spin_us > 1000000) return fail(APU_E_INVALID, "device cpu: spin_us is %u, expected at most 1000000", o.spin_us);
   uint32_t isa = o.isa == APU_ISA_AUTO ? cpu::best_isa() : o.isa;
   const cpu::KernelTable *kernels = cpu::kernel_table(isa);

@@ -44,6 +44,16 @@ bool has_avx2() {
   return f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
 }
 
+bool has_avx2_vex() {
+  uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & bit_AVXVNNI) != 0;
+}
+
+bool has_avx2_evex() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
+}
+
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -75,6 +85,8 @@ const KernelTable *kernel_table(uint32_t isa) {
   case APU_ISA_PORTABLE: return portable_table();
 #if defined(__x86_64__)
   case APU_ISA_AVX2: return has_avx2() ? avx2_table() : nullptr;
+  case APU_ISA_AVX2_VNNI:
+    return has_avx2_vex() ? avx2_vnni_table(false) : has_avx2_evex() ? avx2_vnni_table(true) : nullptr;
   case APU_ISA_AVX512: return has_avx512() ? avx512_table() : nullptr;
 #endif
   default: return nullptr;
@@ -82,8 +94,10 @@ const KernelTable *kernel_table(uint32_t isa) {
 }
 
 uint32_t best_isa() {
-  if (kernel_table(APU_ISA_AVX512)) return APU_ISA_AVX512;
-  return kernel_table(APU_ISA_AVX2) ? APU_ISA_AVX2 : APU_ISA_PORTABLE;
+  constexpr uint32_t levels[] = {APU_ISA_AVX512, APU_ISA_AVX2_VNNI, APU_ISA_AVX2};
+  for (const uint32_t isa : levels)
+    if (kernel_table(isa)) return isa;
+  return APU_ISA_PORTABLE;
 }
 
 } // namespace apu::cpu

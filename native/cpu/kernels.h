@@ -1,8 +1,8 @@
 // What the CPU ops need from the matrix kernels, and the table through which the instruction set is chosen.
 //
-// One object of KernelTable per instruction-set level (portable, avx2, avx512), each in a file compiled with that
-// level's flags; nothing else in the library may be compiled with them. Ops split a matrix by rows among the workers
-// and by segments, so a kernel sees one base pointer and one stride, and never reads past row_end's last byte.
+// One object of KernelTable per instruction-set level (portable, avx2, avx2vnni, avx512), each in a file compiled with
+// that level's flags; nothing else in the library may be compiled with them. Ops split a matrix by rows among the
+// workers and by segments, so a kernel sees one base pointer and one stride, and never reads past row_end's last byte.
 //
 // Numerics (identical at every level and row count, bit for bit): activations of quantised types are int8 in blocks
 // of 32 (ActBlocks), d = amax / 127 in float32 for each half of 16, rounded to nearest even. A dot product is the sum
@@ -98,7 +98,8 @@ const KernelTable *kernel_table(uint32_t isa);
 uint32_t best_isa();
 
 const KernelTable *portable_table();
-const KernelTable *avx2_table(); // null on builds for other architectures
+const KernelTable *avx2_table();               // null on builds for other architectures
+const KernelTable *avx2_vnni_table(bool evex); // with vpdpbusd in VEX or in EVEX encoding
 const KernelTable *avx512_table();
 
 } // namespace apu::cpu

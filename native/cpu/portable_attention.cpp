@@ -39,9 +39,9 @@ const AttentionKernels *portable_attention() {
 }
 
 const AttentionKernels *attention_kernels(uint32_t isa) {
-  const AttentionKernels *found = isa == APU_ISA_AVX512 ? avx512_attention()
-                                  : isa == APU_ISA_AVX2 ? avx2_attention()
-                                                        : nullptr;
+  const AttentionKernels *found = nullptr;
+  if (isa == APU_ISA_AVX512) found = avx512_attention();
+  if (isa == APU_ISA_AVX2 || isa == APU_ISA_AVX2_VNNI) found = avx2_attention();
   return found ? found : portable_attention();
 }
 

@@ -46,7 +46,7 @@ APU_API const char *apu_abi_layout(void);
 
 typedef struct apu_device apu_device;
 
-enum { APU_ISA_AUTO = 0, APU_ISA_PORTABLE = 1, APU_ISA_AVX2 = 2, APU_ISA_AVX512 = 3 };
+enum { APU_ISA_AUTO = 0, APU_ISA_PORTABLE = 1, APU_ISA_AVX2 = 2, APU_ISA_AVX512 = 3, APU_ISA_AVX2_VNNI = 4 };
 
 typedef struct apu_device_options {
   uint32_t threads; /* cpu: workers; 0 = physical cores allowed by affinity and cgroup */

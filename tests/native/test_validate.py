@@ -302,7 +302,7 @@ def test_more_units_than_workers_can_count(device: Device) -> None:
 def test_single_row_without_a_stride() -> None:
     x = np.random.default_rng(1).standard_normal((16, 32)).astype(np.float32)
     row = np.ones((1, 32), np.float32)
-    for isa in ("portable", "avx2", "avx512"):
+    for isa in ("portable", "avx2", "avx2vnni", "avx512"):
         try:
             device = Device(isa=isa, threads=1)
         except UnsupportedError:
