@@ -8,10 +8,12 @@ reads the same from a flag, the environment and Python.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Annotated, Any, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from apu_engine.config import GROUPS, EngineConfig, Spec, specs
 from apu_engine.errors import ConfigError
@@ -38,9 +40,47 @@ def with_config(*groups: str, exclude: tuple[str, ...] = (), model_argument: boo
         command.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
         command.__annotations__ = {}
         command.__doc__ = verb.__doc__
+        plain = {item.name for item in chosen} | {p.name for p in (*argument, *own) if _is_plain(p)}
+        command.plain = plain  # type: ignore[attr-defined]
         return command
 
     return wrap
+
+
+def add(app: typer.Typer, name: str, verb: Verb, **options: Any) -> None:
+    """Add a verb made by `with_config` to the application."""
+
+    class Command(TyperCommand):
+        def get_params(self, ctx: Any) -> list[Any]:
+            return _unconverted(super().get_params(ctx), verb.plain)  # type: ignore[attr-defined]
+
+    app.command(name, cls=Command, **options)(verb)
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _unconverted(super().get_params(ctx), frozenset())
+
+
+def _unconverted(params: list[Any], plain: Collection[str]) -> list[Any]:
+    """`params`, of which those named keep text and switches as the parser leaves them.
+
+    typer converts every value, absent ones too, with pydantic, whose import takes a third of the time until a verb
+    begins.
+    """
+    for param in params:
+        if (param.name in plain or param.name == "help") and "process_value" not in vars(param):
+            param.process_value = partial(_process_value, param)
+    return params
+
+
+def _process_value(param: Any, ctx: Any, value: Any) -> Any:
+    value = value if isinstance(value, (str, bool)) else None
+    return value if param.callback is None else param.callback(ctx, param, value)
+
+
+def _is_plain(parameter: inspect.Parameter) -> bool:
+    return get_args(parameter.annotation)[0] in (str, bool, str | None, bool | None)
 
 
 def require_model(config: EngineConfig, verb: str) -> str:
@@ -85,6 +125,7 @@ def build() -> typer.Typer:
     from apu_engine.cli import bench, chat, footprint, plan, serve
 
     app = typer.Typer(
+        cls=_Group,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

@@ -11,14 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from apu_engine.cli.app import require_model, with_config
-from apu_engine.cli.bench_report import FORMATS, Case, Writer, result
+from apu_engine.cli.app import add, require_model, with_config
 from apu_engine.config import EngineConfig, spec
 from apu_engine.errors import ConfigError
+
+FORMATS = ("md", "json", "jsonl", "csv")
+
+
+class Case(NamedTuple):
+    """`n_prompt` tokens read or `n_gen` drawn, after `n_depth` tokens of context."""
+
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+
+    @property
+    def name(self) -> str:
+        """`pp512`, `tg128 @ d256`."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{name} @ d{self.n_depth}" if self.n_depth else name
+
 
 _SHARED = ("queue", "max_tokens", "log_level", "timings", "threads", "batch", "parallel", "ctx")
 
@@ -58,6 +74,8 @@ def bench(
     tests += [Case(0, n, d) for n, d in product(gens, depths) if n]
     if not tests:
         raise ConfigError("nothing to measure: -p and -n are both 0", "n_prompt")
+    from apu_engine.cli.bench_report import Writer
+
     writer = Writer(output)
     settings = product(_option_values("threads", threads, config.threads), _option_values("batch", batch, config.batch))
     longest = max(map(sum, tests))
@@ -86,6 +104,7 @@ def _option_values(name: str, text: str | None, default: int) -> list[int]:
 
 def _run(config: EngineConfig, tests: Sequence[Case], repetitions: int, profile: bool) -> Iterator[dict[str, Any]]:
     from apu_engine.cli.bench_measure import ReadLimit, measure
+    from apu_engine.cli.bench_report import result
     from apu_engine.engine.load import load
 
     runtime = load(config)
@@ -100,4 +119,4 @@ def _run(config: EngineConfig, tests: Sequence[Case], repetitions: int, profile:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
+    add(app, "bench", bench)

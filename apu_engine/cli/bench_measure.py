@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine.cli.bench_report import Case
+from apu_engine.cli.bench import Case
 from apu_engine.engine.job import Job, SamplingParams
 from apu_engine.engine.pages import PagePool
 from apu_engine.engine.runner import PlanRunner

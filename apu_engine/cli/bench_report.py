@@ -15,27 +15,13 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from apu_engine.cli.bench import Case
 
 if TYPE_CHECKING:
     from apu_engine.cli.bench_measure import Sample
     from apu_engine.engine.load import Runtime
-
-FORMATS = ("md", "json", "jsonl", "csv")
-
-
-class Case(NamedTuple):
-    """`n_prompt` tokens read or `n_gen` drawn, after `n_depth` tokens of context."""
-
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-
-    @property
-    def name(self) -> str:
-        """`pp512`, `tg128 @ d256`."""
-        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
 
 def result(runtime: Runtime, test: Case, samples: Sequence[Sample]) -> dict[str, Any]:

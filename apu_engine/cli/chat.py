@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apu_engine.cli.app import require_model, with_config
+from apu_engine.cli.app import add, require_model, with_config
 from apu_engine.config import EngineConfig
 from apu_engine.errors import ApuError, ConfigError
 
@@ -288,4 +288,4 @@ def command(session: Session, text: str) -> str:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("chat")(chat)
+    add(app, "chat", chat)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from apu_engine.cli.app import with_config
+from apu_engine.cli.app import add, with_config
 from apu_engine.config import EngineConfig
 from apu_engine.errors import ConfigError
 
@@ -41,4 +41,4 @@ def footprint(
 
 
 def register(app: typer.Typer) -> None:
-    app.command("footprint", short_help="Show the memory of a process or model.")(footprint)
+    add(app, "footprint", footprint, short_help="Show the memory of a process or model.")

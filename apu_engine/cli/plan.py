@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from apu_engine.cli.app import require_model, with_config
+from apu_engine.cli.app import add, require_model, with_config
 from apu_engine.config import EngineConfig
 
 
@@ -43,4 +43,4 @@ def plan(
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan", short_help="List the ops of a model.")(plan)
+    add(app, "plan", plan, short_help="List the ops of a model.")

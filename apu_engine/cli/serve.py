@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from apu_engine.cli.app import require_model, with_config
+from apu_engine.cli.app import add, require_model, with_config
 from apu_engine.config import EngineConfig
 
 
@@ -20,4 +20,4 @@ def serve(config: EngineConfig) -> int | None:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve", short_help="Serve a model over HTTP, as OpenAI's API does.")(serve)
+    add(app, "serve", serve, short_help="Serve a model over HTTP, as OpenAI's API does.")

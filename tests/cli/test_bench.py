@@ -14,8 +14,8 @@ import pytest
 from apu_engine import arch
 from apu_engine._native import Device
 from apu_engine.cli import main
+from apu_engine.cli.bench import Case
 from apu_engine.cli.bench_measure import GAP, ReadLimit, Sample, profile_lines, token_bytes, weight_ranges
-from apu_engine.cli.bench_report import Case
 from apu_engine.plan import Limits, PlanSpec, Tensor
 from apu_engine.plan.cost import Rows, decode_bytes, family
 from apu_engine.plan.spec import Segment

@@ -119,6 +119,15 @@ def test_the_environment_is_an_option_too(
     assert status == 2 and "APU_CTX" in err and "environment" in err
 
 
+def test_a_verb_begins_without_what_it_does_not_need() -> None:
+    """Imports are most of the time until the first token."""
+    slow = {"pydantic", "torch", "transformers", "aiohttp", "rich", "psutil", "jinja2", "statistics"}
+    code = "import sys; from apu_engine.cli import main; main(['chat', '-p', 'x', '-m', 'missing.gguf', '-t', '1'])\n"
+    code += f"print(sorted({slow!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n" and "missing.gguf" in done.stderr
+
+
 # ---- verbs
 
 
