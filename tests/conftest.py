@@ -10,7 +10,7 @@ import pytest
 
 from apu_engine._native import Device
 from apu_engine.catalog import fetch
-from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf
+from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,6 +39,13 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A float32 gemma3 whose window is shorter than the tests' sequences, with a tokenizer."""
     path: Path = tmp_path_factory.mktemp("gemma3") / "tiny-gemma3.gguf"
     return tiny_gemma3_gguf(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3moe(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A float32 qwen3moe that uses 3 of 8 experts, with a tokenizer."""
+    path: Path = tmp_path_factory.mktemp("qwen3moe") / "tiny-qwen3moe.gguf"
+    return tiny_qwen3_gguf(path, experts=8)
 
 
 @pytest.fixture(scope="session")

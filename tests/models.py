@@ -1,8 +1,9 @@
 """Tiny models of random weights, written as GGUF files that any part of the engine can load.
 
-`tiny_llama_gguf(path)` and `tiny_gemma3_gguf(path)` need neither torch nor transformers. Weights are drawn so that the
-logits are of ordinary size; matrices are float32 or any type that the gguf package can quantise. The tokenizers are
-complete: a byte-level BPE vocabulary with ChatML for llama, an SPM vocabulary with byte fallback for gemma3.
+`tiny_llama_gguf(path)`, `tiny_gemma3_gguf` and `tiny_qwen3_gguf` need neither torch nor transformers. Weights are drawn
+so that the logits are of ordinary size; matrices are float32 or any type that the gguf package can quantise. The
+tokenizers are complete: a byte-level BPE vocabulary with ChatML for llama and qwen3, an SPM vocabulary with byte
+fallback for gemma3.
 """
 
 from __future__ import annotations
@@ -157,6 +158,65 @@ def tiny_gemma3_gguf(
     return write(TinyModel(path, "gemma3", shape, keys, tensors), quant)
 
 
+def tiny_qwen3_gguf(
+    path: Path,
+    *,
+    experts: int = 0,
+    used: int = 3,
+    layers: int = 2,
+    D: int = 64,
+    H: int = 4,
+    K: int = 2,
+    d: int = 32,
+    F: int = 96,
+    V: int = 320,
+    context: int = 512,
+    eps: float = 1e-6,
+    rope_base: float = 1_000_000.0,
+    tied: bool = False,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """A dense qwen3, or a qwen3moe with `used` of `experts` experts of width F in every layer."""
+    arch = "qwen3moe" if experts else "qwen3"
+    rng = np.random.default_rng(seed)
+    tensors = _trunk(rng, V, D, tied)
+    for layer in range(layers):
+        block = _block(rng, layer, D, H, K, d, F)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            block[f"blk.{layer}.{name}.weight"] = 1.0 + _normal(rng, (d,), 0.1)
+        if experts:
+            for name, shape in (("ffn_gate", (F, D)), ("ffn_up", (F, D)), ("ffn_down", (D, F))):
+                del block[f"blk.{layer}.{name}.weight"]
+                block[f"blk.{layer}.{name}_exps.weight"] = _normal(rng, (experts, *shape), shape[1] ** -0.5)
+            block[f"blk.{layer}.ffn_gate_inp.weight"] = _normal(rng, (experts, D), 2 * D**-0.5)
+        tensors |= block
+    keys: dict[str, Any] = {
+        "general.name": f"tiny {arch}",
+        f"{arch}.block_count": layers,
+        f"{arch}.context_length": context,
+        f"{arch}.embedding_length": D,
+        f"{arch}.feed_forward_length": F * max(1, used) if experts else F,
+        f"{arch}.attention.head_count": H,
+        f"{arch}.attention.head_count_kv": K,
+        f"{arch}.attention.key_length": d,
+        f"{arch}.attention.value_length": d,
+        f"{arch}.attention.layer_norm_rms_epsilon": eps,
+        f"{arch}.rope.freq_base": rope_base,
+    }
+    if experts:
+        keys |= {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": used}
+        keys[f"{arch}.expert_feed_forward_length"] = F
+    if tokenizer:
+        keys |= bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"}
+    keys |= metadata or {}
+    shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
+    shape |= {"rope_base": rope_base, "tied": tied, "experts": experts, "used": used}
+    return write(TinyModel(path, arch, shape, keys, tensors), quant)
+
+
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
     return (rng.standard_normal(shape) * scale).astype(np.float32)
 
@@ -265,7 +325,7 @@ def _fill(tokens: list[str], types: list[int], V: int) -> None:
 
 
 def write(model: TinyModel, quant: str = "F32", *, alignment: int = 32, shard_tensors: int = 0) -> TinyModel:
-    """Writes the file; matrices as `quant` (a GGML type name), vectors as F32.
+    """Writes the file; matrices as `quant` (a GGML type name), vectors and routers as F32, as converters do.
 
     With `shard_tensors` it is split into shards of that many tensors; `path` is then the first shard.
     """
@@ -276,7 +336,8 @@ def write(model: TinyModel, quant: str = "F32", *, alignment: int = 32, shard_te
     for key, value in model.metadata.items():
         _add(writer, key, value)
     for name, values in model.tensors.items():
-        dtype = matrix_type if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        floats = values.ndim < 2 or "ffn_gate_inp" in name
+        dtype = gguf.GGMLQuantizationType.F32 if floats else matrix_type
         model.types[name] = dtype
         writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)
     writer.write_header_to_file()

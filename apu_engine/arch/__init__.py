@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from apu_engine._native import Device, Region, lib
-from apu_engine.arch import gemma3, llama
+from apu_engine.arch import gemma3, llama, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
@@ -22,7 +22,7 @@ from apu_engine.plan.spec import most_pages
 from apu_engine.plan.weights import Binder, MappedFile
 from apu_engine.weights.model_file import ModelFile
 
-ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3}
+ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3, "qwen3": qwen3, "qwen3moe": qwen3moe}
 MAX_ROWS = 65536  # of one step, the native limit
 KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16}
 

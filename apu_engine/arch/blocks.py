@@ -171,6 +171,25 @@ class Blocks:
         )
         return self._project("ffn_down", hidden, "D F", residual)
 
+    def experts(self, x: Tensor) -> Tensor:
+        """Norm, router and the chosen experts' gated feed-forward: (T, D) -> (T, D), added to `x` in place."""
+        c, b = self.config, self.builder
+        assert c.experts is not None
+        norm = self.vector("ffn_norm")
+        ids, weights = b.route(
+            x,
+            self.matrix("ffn_gate_inp", "E D"),
+            norm=norm,
+            eps=c.eps,
+            score=c.experts.score,
+            normalise=c.experts.normalise,
+            scale=c.experts.scale,
+        )
+        gate, up = self.matrix("ffn_gate_exps", "E Fe D"), self.matrix("ffn_up_exps", "E Fe D")
+        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps)
+        down = self.matrix("ffn_down_exps", "E D Fe")
+        return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
+
     def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:
         biases: Sequence[Tensor | None] = (self.bias(name, "D"),)
         matrix = self.matrix(name, letters)

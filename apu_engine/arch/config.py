@@ -21,6 +21,23 @@ MAX_HEADS = 4096
 MAX_HEAD_SIZE = 1024
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 27
+MAX_EXPERTS = 1 << 16
+SCORES = {1: "softmax", 2: "sigmoid"}  # expert_gating_func
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: `used` of `count` experts of width `F` for each row.
+
+    Weights are the router's scores, divided by their sum over the used ones where `normalise`, times `scale`.
+    """
+
+    count: int
+    used: int
+    F: int
+    score: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +61,16 @@ class Config:
     final_softcap: float = 0.0
     embedding_scale: float = 1.0
     activation: str = "silu"
+    experts: Experts | None = None
 
     @property
     def dims(self) -> dict[str, int]:
-        """The shape letters; r is the number of rotated pairs."""
+        """The shape letters; r is the number of rotated pairs; E, k and Fe are there where experts are."""
         r = self.ropes[0].dims // 2
-        return {"D": self.D, "H": self.H, "K": self.K, "d": self.d, "F": self.F, "V": self.V, "r": r}
+        dims = {"D": self.D, "H": self.H, "K": self.K, "d": self.d, "F": self.F, "V": self.V, "r": r}
+        if e := self.experts:
+            dims |= {"E": e.count, "k": e.used, "Fe": e.F}
+        return dims
 
 
 class Keys:
@@ -91,10 +112,11 @@ def read_common(
     activation: str,
     rope_style: int,
     rope_base: float = 10000.0,
+    mixture: bool = False,
 ) -> tuple[Keys, dict[str, Any]]:
     """(keys, the Config fields that all architectures share).
 
-    `head_size` is the default where the file has none.
+    `head_size` is the default where the file has none. A `mixture` has experts in every layer, others have none.
     """
     keys = Keys(model)
     layers = keys.integer("block_count", 1, MAX_LAYERS)
@@ -115,13 +137,15 @@ def read_common(
     if value != d:
         raise keys.fail("attention.value_length", f"expected {d}, the key length, found {value}: not supported")
     rope = read_rope(keys, d, rope_style, rope_base)
+    experts = read_experts(keys) if mixture else None
+    F: dict[str, Any] = {"default": experts.F} if experts else {}  # of dense layers, which a mixture may not have
     fields: dict[str, Any] = {
         "layers": layers,
         "D": D,
         "H": H,
         "K": K,
         "d": d,
-        "F": keys.uniform("feed_forward_length", layers, 1, MAX_WIDTH),
+        "F": keys.uniform("feed_forward_length", layers, 1, MAX_WIDTH, **F),
         "V": _vocabulary(keys),
         "eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
         "context": keys.integer("context_length", 1, MAX_CONTEXT),
@@ -130,12 +154,32 @@ def read_common(
         "rope_factors": "rope_freqs.weight" in model.tensors,
         "attention_scale": keys.number("attention.scale", 1e-6, 1e3, default=d**-0.5),
         "activation": activation,
+        "experts": experts,
     }
     if not model.get_bool(keys.name("attention.causal"), default=True):
         raise keys.fail("attention.causal", "expected true: encoders are not supported")
-    if keys.integer("expert_count", 0, 1 << 16, default=0):
+    if not mixture and keys.integer("expert_count", 0, MAX_EXPERTS, default=0):
         raise keys.fail("expert_count", "mixtures of experts are not supported for this architecture")
     return keys, fields
+
+
+def read_experts(keys: Keys) -> Experts:
+    """The mixture that the file describes; weights are divided by their sum unless it says otherwise."""
+    count = keys.integer("expert_count", 1, MAX_EXPERTS)
+    score = keys.integer("expert_gating_func", 0, 1 << 16, default=1)
+    if score not in SCORES:
+        raise keys.fail("expert_gating_func", f"expected 1 (softmax) or 2 (sigmoid), found {score}: not supported")
+    for key in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
+        if keys.integer(key, 0, 1 << 16, default=0):
+            raise keys.fail(key, "expected 0: not supported for this architecture")
+    return Experts(
+        count,
+        used=keys.integer("expert_used_count", 1, count),
+        F=keys.integer("expert_feed_forward_length", 1, MAX_WIDTH),
+        score=SCORES[score],
+        normalise=keys.model.get_bool(keys.name("expert_weights_norm"), default=True),
+        scale=keys.number("expert_weights_scale", 0.0, 1e6, default=0.0) or 1.0,  # 0 is written for "none"
+    )
 
 
 def _vocabulary(keys: Keys) -> int:

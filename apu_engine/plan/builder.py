@@ -24,10 +24,12 @@ ACTIVATIONS: dict[str, int] = {
     "gelu_tanh": lib.APU_ACT_GELU_TANH,
     "gelu_erf": lib.APU_ACT_GELU_ERF,
 }
+SCORES: dict[str, int] = {"softmax": lib.APU_SCORE_SOFTMAX, "sigmoid": lib.APU_SCORE_SIGMOID}
 PRECISIONS: dict[str, int] = {"default": lib.APU_PRECISION_DEFAULT, "exact": lib.APU_PRECISION_EXACT}
 ROPE_PAIRS: int = lib.APU_ROPE_PAIRS
 ROPE_HALVES: int = lib.APU_ROPE_HALVES
 MAX_MATRICES = 4  # of one matmul op
+SMALLEST_SUM = 2.0**-14  # that a row's expert weights are divided by; below it they vanish instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,11 @@ class PlanBuilder:
             self._weights[ref.name] = found
         return found
 
-    def scratch(self, name: str, letters: str) -> Tensor:
-        """A float32 scratch tensor; a leading T or O makes its rows those of the step."""
+    def scratch(self, name: str, letters: str, dtype: int = lib.APU_F32) -> Tensor:
+        """A scratch tensor, float32 or int32; a leading T or O makes its rows those of the step."""
         rows = {"T": lib.APU_ROWS_STEP, "O": lib.APU_ROWS_OUTPUT}.get(letters.split()[0], lib.APU_ROWS_FIXED)
         prefix = f"blk.{self.layer}." if self.layer >= 0 else ""
-        return self._add(prefix + name, letters, self.shape(letters), lib.APU_F32, rows, ())
+        return self._add(prefix + name, letters, self.shape(letters), dtype, rows, ())
 
     def _add(
         self,
@@ -221,6 +223,84 @@ class PlanBuilder:
             ints=ints,
             floats=(eps, softcap),
         )
+
+    def route(
+        self,
+        x: Tensor,
+        router: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        score: str = "softmax",
+        normalise: bool = True,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """(T, D) by (E, D) -> the k best experts' ids (T, k), ascending, and weights (T, k).
+
+        Weights are scores of norm(x) router^T, divided by their sum over the k where `normalise`, times `scale`.
+        """
+        self._expect(router, f"E {x.letters.split()[1]}")
+        ids, weights = self.scratch("expert_ids", "T k", lib.APU_I32), self.scratch("expert_weights", "T k")
+        self._op(
+            lib.APU_OP_ROUTE,
+            inputs=(x,),
+            outputs=(ids, weights),
+            weights=(norm, router),
+            ints=(SCORES[score], int(normalise)),
+            floats=(eps, scale, SMALLEST_SUM),
+        )
+        return ids, weights
+
+    def experts_glu(
+        self,
+        name: str,
+        x: Tensor,
+        ids: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """(T, D) -> (T, k, Fe): act(norm(x) gate^T) * (norm(x) up^T) of each row's experts; matrices (E, Fe, D)."""
+        for matrix in (gate, up):
+            self._expect(matrix, "E Fe D")
+        out = self.scratch(name, "T k Fe")
+        ints = (ACTIVATIONS[activation], self._precision)
+        self._op(
+            lib.APU_OP_EXPERTS,
+            inputs=(x, ids),
+            outputs=(out,),
+            weights=(norm, gate, up),
+            ints=ints,
+            floats=(eps,),
+        )
+        return out
+
+    def experts_sum(
+        self,
+        name: str,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        down: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """(T, k, Fe) -> (T, D): residual + sum of weight * x down^T over each row's experts; matrices (E, D, Fe)."""
+        self._expect(x, "T k Fe")
+        self._expect(down, "E D Fe")
+        out = out or self.scratch(name, "T D")
+        self._op(
+            lib.APU_OP_EXPERTS,
+            inputs=(x, ids, weights, residual),
+            outputs=(out,),
+            weights=(None, down),
+            ints=(lib.APU_ACT_NONE, self._precision),
+        )
+        return out
 
     def rope_store(
         self,

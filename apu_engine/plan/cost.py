@@ -7,6 +7,7 @@ token that any row can see. Activations are not counted: they stay in the caches
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from apu_engine._native import NONE, lib
@@ -21,7 +22,7 @@ _FAMILIES = {
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
     **dict.fromkeys(("output", "token_embd"), "head"),
 }
-MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL,))
+MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL, lib.APU_OP_ROUTE, lib.APU_OP_EXPERTS))
 _KINDS = {
     lib.APU_OP_EMBED: "embedding",
     lib.APU_OP_RMS_NORM: "norms",
@@ -60,8 +61,8 @@ def cost(spec: PlanSpec, op: Op, step: Rows = DECODE) -> Cost:
     weights = matrices = 0
     rows = op_rows(spec, op, step)
     for tensor in operands(spec, op):
-        weights += weight_bytes(op, tensor, rows)
-        matrices += multiply_adds(op, tensor, rows)
+        weights += weight_bytes(spec, op, tensor, rows)
+        matrices += multiply_adds(spec, op, tensor, rows)
     return Cost(weights, kv_bytes(spec, op, step), matrices)
 
 
@@ -76,17 +77,28 @@ def op_rows(spec: PlanSpec, op: Op, step: Rows) -> int:
     return step.outputs if of_outputs else step.rows
 
 
-def weight_bytes(op: Op, weight: Tensor, rows: int = 1) -> int:
+def weight_bytes(spec: PlanSpec, op: Op, weight: Tensor, rows: int = 1) -> int:
     """Bytes of `weight` that `rows` rows read together."""
     if op.kind == lib.APU_OP_EMBED:
         return weight.row_bytes * rows
+    if used := experts_used(spec, op, weight):
+        return weight.nbytes // weight.shape[0] * min(used * rows, weight.shape[0])
     return weight.nbytes if rows else 0
 
 
-def multiply_adds(op: Op, weight: Tensor, rows: int) -> int:
+def multiply_adds(spec: PlanSpec, op: Op, weight: Tensor, rows: int) -> int:
     if not is_matrix(op) or len(weight.shape) < 2:
         return 0
+    if used := experts_used(spec, op, weight):
+        return math.prod(weight.shape[1:]) * used * rows
     return weight.row_count * weight.shape[-1] * rows
+
+
+def experts_used(spec: PlanSpec, op: Op, weight: Tensor) -> int:
+    """How many of a matrix of experts (E, N, K) each row reads; 0 where `weight` is none."""
+    if op.kind != lib.APU_OP_EXPERTS or len(weight.shape) < 3:
+        return 0
+    return spec.tensors[op.inputs[1]].shape[1]  # ids (T, k)
 
 
 def kv_bytes(spec: PlanSpec, op: Op, step: Rows) -> int:

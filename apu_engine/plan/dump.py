@@ -1,8 +1,8 @@
 """A plan for people: one line per op with operands, shapes, types and bytes, and totals per decode step.
 
-Bytes are what one decode step of one sequence reads: whole matrices, one row of the embedding table, and the
-KV cache per token of context. Their sum over the memory bandwidth bounds the speed of decoding; it is the
-number to compare a measurement with.
+Bytes are what one decode step of one sequence reads: whole matrices, those of the experts that a row uses, one
+row of the embedding table, and the KV cache per token of context. Their sum over the memory bandwidth bounds the
+speed of decoding; it is the number to compare a measurement with.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def lines(spec: PlanSpec) -> Iterator[OpLine]:
             inputs=", ".join(_tensor(spec.tensors[i]) for i in op.reads()),
             outputs=", ".join(_tensor(spec.tensors[i]) for i in op.writes()),
             weights=", ".join(_tensor(weight) for weight in weights),
-            weight_bytes=sum(weight_bytes(op, weight) for weight in weights),
+            weight_bytes=sum(weight_bytes(spec, op, weight) for weight in weights),
             kv_bytes=sum(state.token_bytes for state in states) if op.kind == lib.APU_OP_ATTENTION else 0,
             window=states[0].window if states else 0,
         )
@@ -53,7 +53,7 @@ def _tensor(tensor: Tensor) -> str:
     if name.startswith("blk."):
         name = name.split(".", 2)[2]
     shape = tensor.letters if not tensor.is_weight else " ".join(map(str, tensor.shape))
-    kind = f" {tensor.type_name}" if tensor.is_weight else ""
+    kind = f" {tensor.type_name}" if tensor.is_weight or tensor.dtype != lib.APU_F32 else ""
     return f"{name.removesuffix('.weight')} ({shape}){kind}"
 
 
@@ -72,9 +72,9 @@ def render(spec: PlanSpec, *, context: int | None = None) -> str:
     for layer, signature in signatures.items():
         first = shown.setdefault(signature, layer)
         same.setdefault(first, []).append(layer)
-    weights = sum(tensor.is_weight for tensor in spec.tensors)
+    weights = [tensor for tensor in spec.tensors if tensor.is_weight]
     out = [
-        f"{len(spec.ops)} ops, {weights} weights, {len(spec.states)} states in "
+        f"{len(spec.ops)} ops, {len(weights)} weights, {len(spec.states)} states in "
         f"{spec.group_count} groups; T <= {limits.max_rows} rows, O <= {limits.max_outputs} outputs",
         ", ".join(f"{letter} = {size:,}" for letter, size in spec.dims.items()),
         f"{'op':>4} {'layer':>5}  {'kind':<12}{'bytes/step':>13}  operands",
@@ -93,10 +93,11 @@ def render(spec: PlanSpec, *, context: int | None = None) -> str:
         using = f"  with {line.weights}" if line.weights else ""
         out.append(f"{line.index:>4} {number:>5}  {line.op:<12}{cost:>13}  {operands}{using}{window}")
     read, kv = decode_bytes(spec, context)
+    stored = sum(tensor.nbytes for tensor in weights)
     out += [
         f"scratch arena {spec.arena_bytes / 1e6:.1f} MB; states reserve {spec.state_bytes / 1e6:.1f} MB",
-        f"a decode step reads {read / 1e6:.1f} MB of weights and, at {context:,} tokens of context, "
-        f"{kv / 1e6:.1f} MB of KV cache",
+        f"a decode step reads {read / 1e6:.1f} of {stored / 1e6:.1f} MB of weights and, at {context:,} tokens of "
+        f"context, {kv / 1e6:.1f} MB of KV cache",
     ]
     return "\n".join(out)
 

@@ -106,11 +106,11 @@ class Plan:
         """
         check(lib.apu_plan_cancel(self._handle))
 
-    def read(self, tensor: Tensor | str) -> NDArray[np.float32]:
-        """The current rows of a scratch tensor, float32; meaningful right after the op that wrote it."""
+    def read(self, tensor: Tensor | str) -> NDArray[Any]:
+        """The current rows of a scratch tensor, float32 or int32; meaningful right after the op that wrote it."""
         found = tensor if isinstance(tensor, Tensor) else next(t for t in self.spec.tensors if t.name == tensor)
         rows = {lib.APU_ROWS_STEP: self._rows, lib.APU_ROWS_OUTPUT: self._outputs}.get(found.rows, found.shape[0])
-        out = np.empty((rows, *found.shape[1:]), np.float32)
+        out = np.empty((rows, *found.shape[1:]), np.int32 if found.dtype == lib.APU_I32 else np.float32)
         check(lib.apu_plan_read(self._handle, found.id, ffi.from_buffer("char[]", out), out.nbytes))
         return out
 

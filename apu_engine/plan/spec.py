@@ -2,7 +2,7 @@
 
 A builder makes it, the dump reads it, Plan hands it over. It needs no device and no mapping, so a plan
 of an 80 GB file can be listed from its header alone. Shape letters: T rows of a step, O output rows, D model,
-H heads, K kv heads, d head size, F feed-forward, V vocabulary.
+H heads, K kv heads, d head size, F feed-forward, V vocabulary, E experts, k experts of a row, Fe their feed-forward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ OP_NAMES: dict[int, str] = {
     lib.APU_OP_ATTENTION: "attention",
     lib.APU_OP_GATHER_NORM: "gather_norm",
     lib.APU_OP_SAMPLE: "sample",
+    lib.APU_OP_ROUTE: "route",
+    lib.APU_OP_EXPERTS: "experts",
 }
 
 

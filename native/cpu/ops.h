@@ -75,6 +75,8 @@ struct Workspace {
   size_t normed_bytes = 0;  // shared: its float input
   size_t partial_bytes = 0; // shared: attention over split contexts
   size_t chunk_bytes = 0;   // shared: the sampler's survey of the logits
+  size_t score_bytes = 0;   // shared: a router's scores
+  size_t group_bytes = 0;   // shared: rows by expert
   size_t worker_bytes = 0;  // each
   std::vector<RopeTable> ropes;
 
@@ -82,6 +84,8 @@ struct Workspace {
   float *normed = nullptr;
   float *partial = nullptr;
   uint8_t *chunk = nullptr;
+  float *score = nullptr;
+  uint8_t *group = nullptr;
   uint8_t *workers = nullptr;
 };
 
@@ -135,6 +139,8 @@ std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
 
 // Frequencies of a ROPE_STORE op; factors (pairs) or null.
 RopeTable make_rope_table(const apu_op &op, const float *factors);

@@ -4,7 +4,8 @@
  * import, and its cdef is generated from this file. Functions return a status; apu_last_error() tells the calling
  * thread what failed, which tensor or op, what was expected and what was found.
  * Shape letters: T rows of a step, O output rows, D model, H heads, K kv heads (or the inner dimension of a matrix),
- * d head size, F feed-forward, V vocabulary, N rows of a matrix. Shapes are row-major, outermost first.
+ * d head size, F feed-forward, V vocabulary, N rows of a matrix, E experts, k experts of a row. Shapes are row-major,
+ * outermost first.
  */
 #ifndef APU_H
 #define APU_H
@@ -157,7 +158,7 @@ enum { APU_ROWS_FIXED = 0, APU_ROWS_STEP = 1, APU_ROWS_OUTPUT = 2 }; /* what sha
 
 typedef struct apu_tensor {
   uint32_t kind;
-  uint32_t dtype; /* logical: of the data plane for weights, F32 for scratch */
+  uint32_t dtype; /* logical: of the data plane for weights; scratch is F32, or I32 for ids of experts */
   uint32_t rows;  /* APU_ROWS_*; shape[0] is then the maximum */
   uint32_t ndim;  /* 1 to 4 */
   uint64_t shape[4];
@@ -210,8 +211,22 @@ enum {
   /* out0 (O,D) = rms(in0[row of each output]; f0 = eps) * w0; copied to apu_output.hidden where asked. */
   APU_OP_GATHER_NORM = 6,
   /* in0 logits (O,V): fills the result of every apu_output. */
-  APU_OP_SAMPLE = 7
+  APU_OP_SAMPLE = 7,
+  /* Chooses experts: in0 (T,D), w0 norm weight (D) or none with f0 = eps, w1 router (E,D), in float whatever its type.
+   * Scores (T,E) are i0 = APU_SCORE_* of the products. out0 (T,k) I32: ids of the k best, of equal scores the lowest,
+   * ascending in each row. out1 (T,k): their scores, where i1 = 1 divided by their sum or f2 if that is more, times
+   * f1. */
+  APU_OP_ROUTE = 8,
+  /* The chosen experts' matrices, (E,N,K) each as files stack them. in1 (T,k) I32: out0 of an earlier ROUTE over E.
+   * i1: APU_PRECISION_DEFAULT or _EXACT.
+   * First half, i0 = APU_ACT_*: in0 (T,K), w0 norm weight (K) or none with f0 = eps, w1 gate, w2 up;
+   * out0 (T,k,N) = act(gate) * up.
+   * Second half, i0 = APU_ACT_NONE: in0 (T,k,K), w1; in2 (T,k) the slots' weights; in3 residual (T,N) or none, may be
+   * out0 itself; out0 (T,N) = residual + weight * product of slot 0, + of slot 1, ... in this order. */
+  APU_OP_EXPERTS = 9
 };
+
+enum { APU_SCORE_SOFTMAX = 0, APU_SCORE_SIGMOID = 1 };
 
 enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };
 /* Activations that meet quantised weights. DEFAULT: int8, one scale for 16. EXACT: float. FINE: twice int8, the second

@@ -69,6 +69,8 @@ const char *op_name(uint32_t kind) {
   case APU_OP_ATTENTION: return "ATTENTION";
   case APU_OP_GATHER_NORM: return "GATHER_NORM";
   case APU_OP_SAMPLE: return "SAMPLE";
+  case APU_OP_ROUTE: return "ROUTE";
+  case APU_OP_EXPERTS: return "EXPERTS";
   default: return "?";
   }
 }

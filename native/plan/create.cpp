@@ -64,6 +64,8 @@ std::unique_ptr<Op> make_op(Builder &b, const apu_op &op) {
   case APU_OP_ROPE_STORE: return make_rope_store(b, op);
   case APU_OP_ATTENTION: return make_attention(b, op);
   case APU_OP_GATHER_NORM: return make_gather_norm(b, op);
+  case APU_OP_ROUTE: return make_route(b, op);
+  case APU_OP_EXPERTS: return make_experts(b, op);
   default: return make_sample(b, op); // describe() knows no other
   }
 }
@@ -99,7 +101,8 @@ apu_status build(apu_plan &plan) {
   for (const RopeTable &r : ws.ropes)
     ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));
   size_t total = paged(ws.act_bytes) + paged(ws.normed_bytes) + paged(ws.partial_bytes) + paged(ws.chunk_bytes) +
-                 paged(ropes) + ws.worker_bytes * plan.device->pool.size();
+                 paged(ws.score_bytes) + paged(ws.group_bytes) + paged(ropes) +
+                 ws.worker_bytes * plan.device->pool.size();
   if (apu_status s = map_memory(std::max(total, kPage), plan.work_memory, "workspace"); s != APU_OK) return s;
   plan.work_bytes = std::max(total, kPage);
   uint8_t *next = plan.work_memory;
@@ -112,6 +115,8 @@ apu_status build(apu_plan &plan) {
   ws.normed = reinterpret_cast<float *>(take(ws.normed_bytes));
   ws.partial = reinterpret_cast<float *>(take(ws.partial_bytes));
   ws.chunk = take(ws.chunk_bytes);
+  ws.score = reinterpret_cast<float *>(take(ws.score_bytes));
+  ws.group = take(ws.group_bytes);
   Bump bump(take(ropes));
   for (RopeTable &r : ws.ropes) {
     r.cos = bump.take<float>(size_t(plan.info.max_rows) * r.frequency.size());

@@ -16,9 +16,10 @@ namespace apu {
 constexpr uint32_t kPageTokens = 128;         // that a page spans in every paged state
 constexpr uint32_t kMaxRows = 1 << 16;        // of a step
 constexpr uint32_t kMaxMatrixRows = 1u << 24; // and columns, and elements of a row of scratch
-// The workers number units of work with 25 bits: heads of all rows, and the sampler's chunks of 4096 logits.
+// The workers number units of work with 25 bits: heads of all rows, their experts, the sampler's chunks of 4096 logits.
 constexpr uint64_t kMaxRowHeads = 1u << 24;
 constexpr uint64_t kMaxLogits = uint64_t(1) << 36;
+constexpr uint32_t kMaxExperts = 1 << 16;
 
 struct Tensor {
   apu_tensor d;
@@ -28,7 +29,7 @@ struct Tensor {
   uint64_t row_bytes = 0;            // weights
   std::vector<apu_segment> segments; // weights, in row order
   bool is_weight() const { return d.kind == APU_TENSOR_WEIGHT; }
-  uint64_t bytes() const { return rows * inner * sizeof(float); } // scratch
+  uint64_t bytes() const { return rows * inner * sizeof(float); } // scratch, I32 too
 };
 
 struct State {

@@ -65,9 +65,12 @@ public:
   }
 
   // A scratch tensor of `inner` elements a row (0: any) whose rows count what `rows` says (-1: any).
-  apu_status scratch(const char *side, int i, int32_t id, uint64_t inner, int rows) const {
+  apu_status scratch(const char *side, int i, int32_t id, uint64_t inner, int rows, uint32_t dtype = APU_F32) const {
     if (apu_status s = present(side, i, id); s != APU_OK) return s;
     const Tensor &t = *info_.tensor(id);
+    if (t.d.dtype != dtype)
+      return bad("%s%d \"%s\": expected %s, found %s", side, i, t.name.c_str(), dtype_name(dtype),
+                 dtype_name(t.d.dtype));
     static const char *const kinds[] = {"fixed", "step", "output"};
     if (rows >= 0 && t.d.rows != uint32_t(rows))
       return bad("%s%d \"%s\": expected %s rows, found %s", side, i, t.name.c_str(), kinds[rows], kinds[t.d.rows]);
@@ -83,6 +86,12 @@ public:
       return bad("%s%d \"%s\" %s: its rows differ from those of \"%s\" %s", side, i, t.name.c_str(), dims(t.d).c_str(),
                  like.name.c_str(), dims(like.d).c_str());
     return APU_OK;
+  }
+
+  // Experts that one row has: a scratch tensor (T, k).
+  apu_status slots(const char *side, int i, int32_t id, uint64_t k, uint32_t dtype, const Tensor &like) const {
+    if (apu_status s = scratch(side, i, id, k, -1, dtype); s != APU_OK) return s;
+    return same_rows(side, i, id, like);
   }
 
   // Heads that one row of the step has.
@@ -125,6 +134,27 @@ public:
       return bad("w%d \"%s\": expected shape %s, found %s", i, t.name.c_str(), expected, dims(t.d).c_str());
     }
     return readable(i);
+  }
+
+  // A weight (experts, n, any): the stacked matrices of all experts; n 0: any.
+  apu_status stack(int i, uint64_t experts, uint64_t n, uint64_t k) const {
+    if (apu_status s = present("w", i, op_.w[i]); s != APU_OK) return s;
+    const Tensor &t = *info_.tensor(op_.w[i]);
+    if (t.d.ndim != 3 || t.d.shape[0] != experts || (n && t.d.shape[1] != n) || t.inner != k)
+      return bad("w%d \"%s\": expected shape (%llu, %s, %llu), found %s", i, t.name.c_str(), u64(experts),
+                 n ? std::to_string(n).c_str() : "any", u64(k), dims(t.d).c_str());
+    if (t.rows > kMaxMatrixRows || t.inner > kMaxMatrixRows)
+      return bad("w%d \"%s\" %s: expected at most %u rows of all experts, and columns", i, t.name.c_str(),
+                 dims(t.d).c_str(), kMaxMatrixRows);
+    return readable(i);
+  }
+
+  // The last op before this one that writes tensor `id`.
+  const apu_op *writer(int32_t id) const {
+    for (size_t i = index_; i-- > 0;)
+      for (int32_t out : info_.ops[i].out)
+        if (out == id) return &info_.ops[i];
+    return nullptr;
   }
 
   // Key and value state of an attention op: pages of 128 rows in F32 or F16, of one group and one number of heads.
@@ -358,6 +388,73 @@ apu_status check_sample(const OpCheck &c) {
   return APU_OK;
 }
 
+apu_status check_route(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 3, 3, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.vector(0, in.inner));
+  TRY(c.matrix(1, 0, in.inner));
+  const Tensor &router = *c.info().tensor(op.w[1]);
+  if (router.rows > kMaxExperts)
+    return c.bad("w1 \"%s\" %s: expected at most %u experts", router.name.c_str(), dims(router.d).c_str(), kMaxExperts);
+  TRY(c.slots("out", 0, op.out[0], 0, APU_I32, in));
+  const Tensor &ids = *c.info().tensor(op.out[0]);
+  if (ids.inner > router.rows)
+    return c.bad("out0 \"%s\" %s: expected at most %llu experts a row, the rows of w1 \"%s\"", ids.name.c_str(),
+                 dims(ids.d).c_str(), u64(router.rows), router.name.c_str());
+  if (ids.rows * ids.inner > kMaxRowHeads)
+    return c.bad("out0 \"%s\" %s: expected at most %llu experts of all rows", ids.name.c_str(), dims(ids.d).c_str(),
+                 u64(kMaxRowHeads));
+  TRY(c.slots("out", 1, op.out[1], ids.inner, APU_F32, in));
+  TRY(c.number("i0 (score)", op.i[0], APU_SCORE_SOFTMAX, APU_SCORE_SIGMOID));
+  TRY(c.number("i1 (divide by the sum)", op.i[1], 0, 1));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.positive("f1 (scale)", op.f[1], false));
+  TRY(c.positive("f2 (smallest divisor)", op.f[2], true));
+  return c.aliases({});
+}
+
+apu_status check_experts(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
+  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_EXACT));
+  bool gated = op.i[0] != APU_ACT_NONE;
+  if (gated)
+    TRY(c.operands(3, 1, 7, 0));
+  else
+    TRY(c.operands(15, 1, 2, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.slots("in", 1, op.in[1], 0, APU_I32, in));
+  const Tensor &ids = *c.info().tensor(op.in[1]);
+  const apu_op *route = c.writer(op.in[1]);
+  if (!route)
+    return c.bad("in1 \"%s\": expected ids of an earlier ROUTE, found no op that writes it", ids.name.c_str());
+  uint64_t experts = c.info().tensor(route->w[1])->rows, k = ids.inner; // nothing else writes I32
+  if (in.inner % (gated ? 1 : k) != 0)
+    return c.bad("in0 \"%s\" %s: expected a part for each of %llu experts of a row", in.name.c_str(),
+                 dims(in.d).c_str(), u64(k));
+  uint64_t columns = gated ? in.inner : in.inner / k;
+  TRY(c.stack(1, experts, 0, columns));
+  uint64_t n = c.info().tensor(op.w[1])->d.shape[1];
+  if (gated) {
+    TRY(c.vector(0, columns));
+    TRY(c.positive("f0 (eps)", op.f[0], true));
+    TRY(c.stack(2, experts, n, columns));
+    TRY(c.scratch("out", 0, op.out[0], k * n, -1));
+  } else {
+    TRY(c.slots("in", 2, op.in[2], k, APU_F32, in));
+    TRY(c.scratch("out", 0, op.out[0], n, -1));
+    if (op.in[3] != APU_NONE) {
+      TRY(c.scratch("in", 3, op.in[3], n, -1));
+      TRY(c.same_rows("in", 3, op.in[3], in));
+    }
+  }
+  TRY(c.same_rows("out", 0, op.out[0], in));
+  return c.aliases({{3, 0}});
+}
+
 apu_status check_op(const PlanInfo &info, size_t index) {
   const apu_op &op = info.ops[index];
   OpCheck c(info, op, index);
@@ -369,6 +466,8 @@ apu_status check_op(const PlanInfo &info, size_t index) {
   case APU_OP_ATTENTION: return check_attention(c);
   case APU_OP_GATHER_NORM: return check_gather_norm(c);
   case APU_OP_SAMPLE: return check_sample(c);
+  case APU_OP_ROUTE: return check_route(c);
+  case APU_OP_EXPERTS: return check_experts(c);
   default: return fail(APU_E_UNSUPPORTED, "op %zu: unknown kind %u", index, op.kind);
   }
 }
@@ -453,9 +552,9 @@ apu_status check_tensor(const apu_plan_desc &desc, uint32_t index, Tensor &t) {
   case APU_TENSOR_BOUNDARY: {
     t.rows = t.d.shape[0];
     t.inner = elements / t.rows;
-    if (t.d.dtype != APU_F32)
-      return fail(APU_E_INVALID, "tensor \"%s\": scratch of dtype %s (%u), expected F32", name, dtype_name(t.d.dtype),
-                  t.d.dtype);
+    if (t.d.dtype != APU_F32 && t.d.dtype != APU_I32)
+      return fail(APU_E_INVALID, "tensor \"%s\": scratch of dtype %s (%u), expected F32 or I32", name,
+                  dtype_name(t.d.dtype), t.d.dtype);
     if (t.d.rows > APU_ROWS_OUTPUT)
       return fail(APU_E_INVALID, "tensor \"%s\": unknown kind of rows %u", name, t.d.rows);
     uint64_t needed = t.d.rows == APU_ROWS_STEP ? desc.max_rows : t.d.rows == APU_ROWS_OUTPUT ? desc.max_outputs : 0;

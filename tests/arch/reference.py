@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from models import TinyModel
 
@@ -26,6 +35,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
 }
 _LLAMA = _NAMES | {"ffn_norm": "post_attention_layernorm"}
 _GEMMA3 = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
@@ -94,6 +104,38 @@ def gemma3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = 
     for name, values in (tensors or tiny.tensors).items():
         state[_hf_name(name, _GEMMA3)] = values - 1.0 if "norm" in name else values
     return _filled(Gemma3ForCausalLM(config), state)
+
+
+def qwen3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """Qwen3ForCausalLM, or Qwen3MoeForCausalLM where the tiny model has experts; `extra` goes to its config."""
+    s = tiny.shape
+    fields: dict[str, Any] = {
+        "vocab_size": s["V"],
+        "hidden_size": s["D"],
+        "intermediate_size": s["F"],
+        "num_hidden_layers": s["layers"],
+        "num_attention_heads": s["H"],
+        "num_key_value_heads": s["K"],
+        "head_dim": s["d"],
+        "max_position_embeddings": s["context"],
+        "rms_norm_eps": s["eps"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": s["rope_base"]},
+        "tie_word_embeddings": s["tied"],
+        "attn_implementation": "eager",
+    }
+    given = dict(tensors or tiny.tensors)
+    state = {}
+    if s["experts"]:
+        for layer in range(s["layers"]):
+            gate, up, down = (given.pop(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+            state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+            state[f"model.layers.{layer}.mlp.experts.down_proj"] = down
+        fields |= {"num_experts": s["experts"], "num_experts_per_tok": s["used"], "moe_intermediate_size": s["F"]}
+        fields["norm_topk_prob"] = True
+    state |= {_hf_name(name, _LLAMA): values for name, values in given.items()}
+    if s["experts"]:
+        return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | extra)), state)
+    return _filled(Qwen3ForCausalLM(Qwen3Config(**fields | extra)), state)
 
 
 def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]:

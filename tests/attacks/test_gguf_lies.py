@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from apu_engine import LLM, ApuError
-from models import tiny_gemma3_gguf, tiny_llama_gguf
+from models import tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
 
 NAN, INF = float("nan"), float("inf")
 LLAMA: dict[str, Any] = {
@@ -36,6 +36,15 @@ GEMMA: dict[str, Any] = {
     "gemma3.attention.sliding_window": [2**31],
     "gemma3.attention.key_length": [0, 10**6],
     "tokenizer.ggml.scores": [[0.0, 1.0], [NAN] * 512],
+}
+QWEN: dict[str, Any] = {
+    "qwen3moe.expert_count": [0, 7, 9, 65536, 2**31, "eight", [8, 8], None],
+    "qwen3moe.expert_used_count": [0, 9, 2**31, -1, None],
+    "qwen3moe.expert_feed_forward_length": [0, 95, 2**32 - 1, None],
+    "qwen3moe.expert_gating_func": [0, 3, 2**31],
+    "qwen3moe.expert_weights_scale": [-1.0, NAN, INF],
+    "qwen3moe.expert_weights_norm": [1],
+    "qwen3moe.expert_shared_count": [1],
 }
 
 
@@ -70,3 +79,8 @@ def test_llama(tmp_path: Path, key: str, value: Any) -> None:
 @pytest.mark.parametrize(("key", "value"), cases(GEMMA))
 def test_gemma3(tmp_path: Path, key: str, value: Any) -> None:
     refused(tiny_gemma3_gguf(tmp_path / "lying-gemma.gguf", metadata={key: value}).path, key)
+
+
+@pytest.mark.parametrize(("key", "value"), cases(QWEN))
+def test_qwen3moe(tmp_path: Path, key: str, value: Any) -> None:
+    refused(tiny_qwen3_gguf(tmp_path / "lying-qwen.gguf", experts=8, metadata={key: value}).path, key)

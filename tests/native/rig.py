@@ -82,12 +82,12 @@ class Rig:
         )
         return len(self.tensors) - 1
 
-    def scratch(self, name: str, inner: int | tuple[int, ...], rows: int = STEP) -> int:
+    def scratch(self, name: str, inner: int | tuple[int, ...], rows: int = STEP, dtype: int = lib.APU_F32) -> int:
         shape = (self.rows if rows == STEP else self.outputs, *((inner,) if isinstance(inner, int) else inner))
         self.tensors.append(
             {
                 "kind": lib.APU_TENSOR_SCRATCH,
-                "dtype": lib.APU_F32,
+                "dtype": dtype,
                 "rows": rows,
                 "shape": shape,
                 "plane_begin": 0,
@@ -254,8 +254,8 @@ class Plan:
         check(lib.apu_event_wait(self.submit(step, first, last), 60_000_000))
 
     def read(self, tensor: int, rows: int) -> Array:
-        shape = self.rig.tensors[tensor]["shape"][1:]
-        out = np.empty((rows, *shape), np.float32)
+        found = self.rig.tensors[tensor]
+        out = np.empty((rows, *found["shape"][1:]), np.int32 if found["dtype"] == lib.APU_I32 else np.float32)
         check(lib.apu_plan_read(self.handle, tensor, ffi.from_buffer("char[]", out), out.nbytes))
         return out
 

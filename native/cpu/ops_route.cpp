@@ -1,0 +1,120 @@
+// ROUTE: which experts a row goes to, and with what weight.
+//
+// The products with the router's rows come first, split by its rows (few rows: a router is a megabyte) or by tiles of
+// both; then each row is scored and chooses its k best. A row's scores depend on nothing but the row, and of equal
+// scores the lowest id wins, so that a row takes the same experts in any batch.
+#include "cpu/matrix_product.h"
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace apu::cpu {
+namespace {
+
+constexpr uint32_t kTileRows = 32; // of the input, in one call
+
+class Route final : public Op {
+public:
+  Route(Builder &b, const apu_op &op)
+      : in_tensor_(*b.info().tensor(op.in[0])), router_(*b.info().tensor(op.w[1])), d_(uint32_t(in_tensor_.inner)),
+        experts_(uint32_t(router_.rows)), k_(uint32_t(b.info().tensor(op.out[0])->inner)),
+        ids_(reinterpret_cast<int32_t *>(b.scratch(op.out[0]))), weights_(b.scratch(op.out[1])),
+        softmax_(op.i[0] == APU_SCORE_SOFTMAX), divide_(op.i[1] != 0), scale_(op.f[1]), floor_(op.f[2]),
+        work_bytes_(b.kernels().work_bytes(d_)) {
+    input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], d_, true, false, false);
+    input_.reserve(b.workspace, in_tensor_.rows);
+    Workspace &ws = b.workspace;
+    ws.score_bytes = std::max(ws.score_bytes, in_tensor_.rows * experts_ * sizeof(float));
+    ws.worker_bytes =
+        std::max(ws.worker_bytes, input_.worker_bytes() + aligned(experts_ * sizeof(uint32_t)) + aligned(work_bytes_));
+  }
+
+  void run(Worker &worker, Run &run) override {
+    const uint32_t rows = run.rows(in_tensor_);
+    if (rows == 0) return;
+    Bump scratch = run.scratch(worker);
+    uint32_t *order = scratch.take<uint32_t>(experts_);
+    void *work = scratch.bytes(work_bytes_);
+    const InputRows in = input_.prepare(worker, run, scratch, rows);
+    float *scores = run.workspace->score; // (T, E)
+    {
+      const uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit, across = (experts_ + unit - 1) / unit;
+      Split split(worker, (rows + kTileRows - 1) / kTileRows * across, 1);
+      for (uint32_t at, end; split.next(at, end);) {
+        if (run.stopping()) break;
+        for (; at < end; ++at) {
+          const uint32_t t = at / across * kTileRows, e = at % across * unit;
+          product(*run.kernels, in, t, std::min(kTileRows, rows - t), e, std::min(e + unit, experts_), scores, work);
+        }
+      }
+      worker.barrier();
+    }
+    Split split(worker, rows, 8);
+    for (uint32_t t, end; split.next(t, end);) {
+      if (run.stopping()) break;
+      for (; t < end; ++t) choose(*run.kernels, scores + size_t(t) * experts_, order, t);
+    }
+  }
+
+  uint64_t work(const StepCopy &step) const override {
+    const uint64_t rows = in_tensor_.d.rows == APU_ROWS_OUTPUT ? step.outputs.size() : step.rows.size();
+    return rows * experts_ * d_;
+  }
+
+private:
+  void product(const KernelTable &kernels, const InputRows &in, uint32_t t, uint32_t rows, uint32_t begin, uint32_t end,
+               float *scores, void *work) const {
+    float *y = scores + size_t(t) * experts_ + begin;
+    for_segments(router_, begin, end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
+      kernels.matmul_float(matrix, in.x + size_t(t) * d_, d_, rows, first, last, y + at, experts_, work);
+    });
+  }
+
+  void choose(const KernelTable &kernels, float *scores, uint32_t *order, size_t t) const {
+    if (softmax_) {
+      const float sum = kernels.exp_sum(scores, kernels.max(scores, experts_), experts_);
+      for (uint32_t e = 0; e < experts_; ++e) scores[e] /= sum;
+    } else {
+      for (uint32_t e = 0; e < experts_; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+    }
+    const auto rank = [scores](uint32_t e) { // NaN is the worst: a broken row still goes to k experts
+      return std::isnan(scores[e]) ? -std::numeric_limits<float>::infinity() : scores[e];
+    };
+    std::iota(order, order + experts_, 0u);
+    if (k_ < experts_)
+      std::nth_element(order, order + k_ - 1, order + experts_, [rank](uint32_t a, uint32_t b) {
+        const float x = rank(a), y = rank(b);
+        return x != y ? x > y : a < b;
+      });
+    std::sort(order, order + k_);
+    float factor = scale_;
+    if (divide_) {
+      float sum = 0;
+      for (uint32_t i = 0; i < k_; ++i) sum += scores[order[i]];
+      factor /= std::max(sum, floor_);
+    }
+    for (uint32_t i = 0; i < k_; ++i) {
+      ids_[t * k_ + i] = int32_t(order[i]);
+      weights_[t * k_ + i] = scores[order[i]] * factor;
+    }
+  }
+
+  const Tensor &in_tensor_; // (T, D)
+  const Tensor &router_;    // (E, D)
+  uint32_t d_, experts_, k_;
+  int32_t *ids_;   // (T, k)
+  float *weights_; // (T, k)
+  bool softmax_, divide_;
+  float scale_, floor_;
+  size_t work_bytes_;
+  MatrixInput input_;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op) {
+  return std::make_unique<Route>(builder, op);
+}
+
+} // namespace apu::cpu
