@@ -1,0 +1,1 @@
+"""What scripts/synthesize.py writes: random blocks, vocabularies, and the shapes of known models."""

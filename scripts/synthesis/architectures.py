@@ -1,0 +1,319 @@
+"""Tensors, metadata and sizes of the architectures that can be synthesised, and which type each tensor gets.
+
+A new architecture is one entry of ARCHITECTURES: tensors by GGUF name with shapes in letters (outermost dimension
+first, L layers, D model, H heads, K kv heads, d head size, F feed-forward of one expert, E experts, k used of them,
+V vocabulary), a function for its metadata, a vocabulary and presets. Vectors become norms near 1; matrices get random
+weights of deviation 1 / sqrt(their last dimension).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from synthesis import vocabularies
+from synthesis.blocks import NUMBERS, block_bytes, block_elements
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`letters`: the sizes. `keys`: metadata, below the architecture's prefix, that replaces what it would state.
+
+    `size`: layers are as many as bring the file nearest to so many bytes. `tied`: the embedding is the output matrix.
+    """
+
+    letters: Mapping[str, int]
+    about: str
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    size: float = 0.0
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`layer(i, letters)`: tensors of layer i without their prefix. `other`: those outside, output excepted."""
+
+    keys: Callable[[Mapping[str, int]], dict[str, Any]]
+    layer: Callable[[int, Mapping[str, int]], Mapping[str, str]]
+    vocabulary: Callable[[int], dict[str, Any]]
+    presets: Mapping[str, Preset]
+    other: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file; `shape` is outermost dimension first."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.shape) // block_elements(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * block_bytes(self.dtype)
+
+
+# ---------------------------------------------------------------- architectures
+
+
+def _common(s: Mapping[str, int], context: int, eps: float, rope_base: float) -> dict[str, Any]:
+    return {
+        "context_length": context,
+        "embedding_length": s["D"],
+        "block_count": s["L"],
+        "feed_forward_length": s["F"],
+        "attention.head_count": s["H"],
+        "attention.head_count_kv": s["K"],
+        "attention.key_length": s["d"],
+        "attention.value_length": s["d"],
+        "attention.layer_norm_rms_epsilon": eps,
+        "rope.freq_base": rope_base,
+    }
+
+
+_ATTENTION = {
+    "attn_norm": "D",
+    "attn_q": "H*d D",
+    "attn_k": "K*d D",
+    "attn_v": "K*d D",
+    "attn_output": "D H*d",
+}
+_HEAD_NORMS = {"attn_q_norm": "d", "attn_k_norm": "d"}
+_GATED = {"ffn_norm": "D", "ffn_gate": "F D", "ffn_up": "F D", "ffn_down": "D F"}
+_EXPERTS = {
+    "ffn_norm": "D",
+    "ffn_gate_inp": "E D",
+    "ffn_gate_exps": "E F D",
+    "ffn_up_exps": "E F D",
+    "ffn_down_exps": "E D F",
+}
+_LLAMA = _ATTENTION | _GATED
+_GEMMA3 = _ATTENTION | _HEAD_NORMS | {"post_attention_norm": "D"} | _GATED | {"post_ffw_norm": "D"}
+_QWEN3 = _ATTENTION | _HEAD_NORMS | _GATED
+_QWEN3MOE = _ATTENTION | _HEAD_NORMS | _EXPERTS
+
+
+def _llama_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _common(s, 131_072, 1e-5, 500_000.0) | {"vocab_size": s["V"], "rope.dimension_count": s["d"]}
+
+
+def _gemma3_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _common(s, 32_768, 1e-6, 1_000_000.0) | {"attention.sliding_window": s["window"]}
+
+
+def _qwen3_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _common(s, 40_960, 1e-6, 1_000_000.0)
+
+
+def _qwen3moe_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _qwen3_keys(s) | {
+        "expert_count": s["E"],
+        "expert_used_count": s["k"],
+        "expert_feed_forward_length": s["F"],
+    }
+
+
+_LLAMA_V, _QWEN_V = 128_256, 151_936
+
+
+def _dense(L: int, D: int, H: int, F: int, V: int, K: int = 8, d: int = 128) -> dict[str, int]:
+    return {"L": L, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V}
+
+
+def _gemma(L: int, D: int, H: int, K: int, F: int, window: int, V: int = 262_144, d: int = 256) -> dict[str, int]:
+    return {"L": L, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "window": window}
+
+
+_QWEN3_30B = {"L": 48, "D": 2048, "H": 32, "K": 4, "d": 128, "F": 768, "E": 128, "k": 8, "V": _QWEN_V}
+_QWEN3_TINY = {"L": 2, "D": 256, "H": 4, "K": 2, "d": 64, "F": 256, "E": 8, "k": 2, "V": 1024}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        keys=_llama_keys,
+        layer=lambda i, s: _LLAMA,
+        vocabulary=vocabularies.llama3,
+        other={"rope_freqs": "d/2"},
+        presets={
+            "tiny": Preset(_dense(2, 256, 4, 512, V=1024, K=2, d=64), "for tests"),
+            "1b": Preset(_dense(16, 2048, 32, 8192, d=64, V=_LLAMA_V), "Llama 3.2 1B", tied=True),
+            "3b": Preset(_dense(28, 3072, 24, 8192, V=_LLAMA_V), "Llama 3.2 3B", tied=True),
+            "8b": Preset(_dense(32, 4096, 32, 14_336, V=_LLAMA_V), "Llama 3.1 8B"),
+            "70b": Preset(_dense(80, 8192, 64, 28_672, V=_LLAMA_V), "Llama 3.1 70B"),
+        },
+    ),
+    "gemma3": Architecture(
+        keys=_gemma3_keys,
+        layer=lambda i, s: _GEMMA3,
+        vocabulary=vocabularies.gemma3,
+        presets={
+            "tiny": Preset(_gemma(6, 256, 4, 1, 512, 64, V=1024, d=64), "for tests", tied=True),
+            "270m": Preset(_gemma(18, 640, 4, 1, 2048, 512), "Gemma 3 270M", tied=True),
+            "1b": Preset(_gemma(26, 1152, 4, 1, 6912, 512), "Gemma 3 1B", tied=True),
+            "4b": Preset(
+                _gemma(34, 2560, 8, 4, 10_240, 1024),
+                "Gemma 3 4B, text",
+                {"context_length": 131_072, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+                tied=True,
+            ),
+        },
+    ),
+    "qwen3": Architecture(
+        keys=_qwen3_keys,
+        layer=lambda i, s: _QWEN3,
+        vocabulary=vocabularies.qwen3,
+        presets={
+            "tiny": Preset(_dense(2, 256, 4, 512, V=1024, K=2, d=64), "for tests"),
+            "0.6b": Preset(_dense(28, 1024, 16, 3072, V=_QWEN_V), "Qwen3 0.6B", tied=True),
+            "4b": Preset(_dense(36, 2560, 32, 9728, V=_QWEN_V), "Qwen3 4B", tied=True),
+            "8b": Preset(_dense(36, 4096, 32, 12_288, V=_QWEN_V), "Qwen3 8B"),
+        },
+    ),
+    "qwen3moe": Architecture(
+        keys=_qwen3moe_keys,
+        layer=lambda i, s: _QWEN3MOE,
+        vocabulary=vocabularies.qwen3,
+        presets={
+            "tiny": Preset(_QWEN3_TINY, "for tests"),
+            "2.9gb": Preset(
+                # V is reduced as the layers are, so that the output matrix keeps its share of a step.
+                _QWEN3_30B | {"V": 32_768},
+                "Qwen3 30B-A3B, V 32768, layers up to 2.9 GB",
+                {"feed_forward_length": 6144},
+                size=2.9e9,
+            ),
+            "30b": Preset(_QWEN3_30B, "Qwen3 30B-A3B", {"feed_forward_length": 6144}),
+        },
+    ),
+}
+
+
+# ---------------------------------------------------------------- types
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Types of the matrices in layers, of the embedding and of the output; `more`: of every other attn_v, ffn_down."""
+
+    layers: str
+    embedding: str
+    output: str
+    file_type: int  # general.file_type
+    more: str = ""
+
+
+# As llama.cpp's quantiser chooses them for embedding and output, layers kept pure except in the _M mixtures.
+MIXES: dict[str, Mix] = {
+    "F32": Mix("F32", "F32", "F32", 0),
+    "F16": Mix("F16", "F16", "F16", 1),
+    "BF16": Mix("BF16", "BF16", "BF16", 32),
+    "Q8_0": Mix("Q8_0", "Q8_0", "Q8_0", 7),
+    "Q4_0": Mix("Q4_0", "Q4_0", "Q6_K", 2),
+    "Q4_1": Mix("Q4_1", "Q4_1", "Q6_K", 3),
+    "Q5_0": Mix("Q5_0", "Q5_0", "Q6_K", 8),
+    "Q5_1": Mix("Q5_1", "Q5_1", "Q6_K", 9),
+    "Q2_K": Mix("Q2_K", "Q2_K", "Q6_K", 10),
+    "Q3_K": Mix("Q3_K", "Q3_K", "Q6_K", 11),
+    "Q4_K": Mix("Q4_K", "Q4_K", "Q6_K", 14),
+    "Q4_K_M": Mix("Q4_K", "Q4_K", "Q6_K", 15, more="Q6_K"),
+    "Q5_K": Mix("Q5_K", "Q5_K", "Q6_K", 16),
+    "Q5_K_M": Mix("Q5_K", "Q5_K", "Q6_K", 17, more="Q6_K"),
+    "Q6_K": Mix("Q6_K", "Q6_K", "Q6_K", 18),
+    "IQ1_S": Mix("IQ1_S", "Q2_K", "Q5_K", 24),
+    "IQ1_M": Mix("IQ1_M", "Q2_K", "Q5_K", 31),
+    "IQ2_XXS": Mix("IQ2_XXS", "Q2_K", "Q5_K", 19),
+    "IQ2_XS": Mix("IQ2_XS", "Q2_K", "Q5_K", 20),
+    "IQ2_S": Mix("IQ2_S", "IQ3_S", "Q5_K", 28),
+    "IQ3_XXS": Mix("IQ3_XXS", "IQ3_S", "Q5_K", 23),
+    "IQ3_S": Mix("IQ3_S", "IQ3_S", "Q6_K", 26),
+    "IQ4_NL": Mix("IQ4_NL", "IQ4_NL", "Q6_K", 25),
+    "IQ4_XS": Mix("IQ4_XS", "IQ4_XS", "Q6_K", 30),
+    "TQ1_0": Mix("TQ1_0", "Q4_K", "Q6_K", 36),
+    "TQ2_0": Mix("TQ2_0", "Q4_K", "Q6_K", 37),
+    "MXFP4": Mix("MXFP4", "Q8_0", "Q8_0", 38),
+    "NVFP4": Mix("NVFP4", "BF16", "BF16", 39),
+}
+# For rows that a type's blocks do not divide.
+_FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q2_K": "Q4_0", "Q3_K": "Q4_0", "TQ1_0": "Q4_0"}
+_FALLBACKS |= {"TQ2_0": "Q4_0"} | {name: "IQ4_NL" for name in NUMBERS if name.startswith("IQ") and name != "IQ4_NL"}
+_ROUTERS = ("ffn_gate_inp",)  # small and delicate: F32 in every published file
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    """The layers whose attn_v and ffn_down an _M mixture gives more bits: both ends, every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _fitting(dtype: str, row: int) -> str:
+    """`dtype`, or what replaces it where it cannot hold rows of `row` values."""
+    if row % block_elements(dtype):
+        dtype = _FALLBACKS.get(dtype, "F16")
+    return dtype if row % block_elements(dtype) == 0 else "F16"
+
+
+# ---------------------------------------------------------------- tensors of a file
+
+
+def _shape(letters: str, s: Mapping[str, int]) -> tuple[int, ...]:
+    """ "H*d D" as numbers; a dimension is a product of letters, or a letter divided by 2."""
+
+    def dimension(text: str) -> int:
+        if text.endswith("/2"):
+            return s[text[:-2]] // 2
+        return math.prod(s[letter] for letter in text.split("*"))
+
+    return tuple(dimension(text) for text in letters.split())
+
+
+def tensors(arch: Architecture, preset: Preset, mix: Mix, layers: int) -> list[Tensor]:
+    """All tensors of a model with so many layers, in the file's order."""
+    s = dict(preset.letters) | {"L": layers}
+    out: list[Tensor] = []
+
+    def add(name: str, letters: str, dtype: str) -> None:
+        shape = _shape(letters, s)
+        small = len(shape) == 1 or name.endswith(_ROUTERS)
+        out.append(Tensor(f"{name}.weight", shape, "F32" if small else _fitting(dtype, shape[-1])))
+
+    add("token_embd", "V D", mix.output if preset.tied else mix.embedding)
+    for name, letters in arch.other.items():
+        add(name, letters, mix.layers)
+    for layer in range(layers):
+        for name, letters in arch.layer(layer, s).items():
+            more = mix.more and name.startswith(("attn_v", "ffn_down")) and _more_bits(layer, layers)
+            add(f"blk.{layer}.{name}", letters, mix.more if more else mix.layers)
+    add("output_norm", "D", "F32")
+    if not preset.tied:
+        add("output", "V D", mix.output)
+    return out
+
+
+def layer_count(arch: Architecture, preset: Preset, mix: Mix) -> int:
+    """The preset's layers: its own, or as many as come nearest to its size."""
+    if not preset.size:
+        return preset.letters["L"]
+
+    def distance(layers: int) -> float:
+        return abs(sum(tensor.nbytes for tensor in tensors(arch, preset, mix, layers)) - preset.size)
+
+    return min(range(1, preset.letters["L"] + 1), key=distance)
+
+
+def metadata(name: str, title: str, preset: Preset, mix: Mix, layers: int) -> Iterator[tuple[str, Any]]:
+    """Keys and values in the file's order: str, bool, int (u32), float (f32), list of str, numpy array."""
+    arch = ARCHITECTURES[name]
+    s = dict(preset.letters) | {"L": layers}
+    yield "general.architecture", name
+    yield "general.type", "model"
+    yield "general.name", title
+    yield "general.file_type", mix.file_type
+    yield "general.quantization_version", 2
+    for key, value in (arch.keys(s) | dict(preset.keys)).items():
+        yield f"{name}.{key}", value
+    yield from arch.vocabulary(s["V"]).items()
