@@ -6,16 +6,16 @@
 
 namespace apu::cpu::avx512 {
 
-// Up to kMatvecRows rows of activations are multiplied while the weights stream by once; from there on the many-row
-// kernels are as fast or faster. Free to choose, as both have the same bits.
-inline constexpr uint32_t kMatvecRows = 7;
+// Below this many rows of activations the weights are unpacked anew for every eight of them, which then costs less than
+// the many-row kernels' unpacking to a tile. Measured; free to choose, as both have the same bits.
+inline constexpr uint32_t kManyRows = 24;
 inline constexpr uint32_t kGemmRows = 8; // the GEMM takes multiples of it
 
 size_t matvec_work_bytes(uint32_t k);
 size_t gemm_work_bytes(uint32_t k);
 size_t float_work_bytes(uint32_t k);
 
-// As KernelTable::matmul, for 1 to kMatvecRows rows and for multiples of kGemmRows.
+// As KernelTable::matmul, for fewer than kManyRows rows and for multiples of kGemmRows.
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work);
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,

@@ -1,4 +1,4 @@
-// Quantised matrix times 1 to 7 rows of activations: bound by memory, every weight byte is read once, one row of
+// Quantised matrix times few rows of activations: bound by memory, every weight byte is read once, one row of
 // the matrix after the other (several rows at a time defeat the prefetcher: 50-60% of the read limit).
 // Each group of eight 32-blocks is unpacked once and multiplied with all T rows. Where the type's bytes do not unpack
 // in the order of the activations, these are first copied to `work`, K bytes per row and call.
@@ -20,7 +20,14 @@ struct Packed {
   const float *s16; // (T, groups, 2, 8)
   const float *s;   // (T, groups, 8)
   size_t groups;
+
+  Packed from(size_t row) const {
+    const size_t at = row * groups;
+    return {y + kGroup * at, c + 16 * at, d + 16 * at, s16 + 16 * at, s + kLanes * at, groups};
+  }
 };
+constexpr uint32_t kPassRows = 8;               // of activations, while the weights stream by
+constexpr size_t kPassBytes = size_t{64} << 10; // of weights, when there are several passes
 
 size_t groups_of(uint32_t k) {
   return (k + kGroup - 1) / kGroup;
@@ -28,6 +35,8 @@ size_t groups_of(uint32_t k) {
 // Bytes ahead, into the first level past the others: lines that leave a cache unused push nothing out of the next one,
 // which is worth 15 to 30% of the speed; the more a type computes, the further ahead.
 template <class B> constexpr int kPrefetch = sizeof(B) == sizeof(Q8_0) ? 512 : 2048;
+// Passes over five rows and more are bound by computation, and may be followed by another over the same weights.
+template <int T> constexpr _mm_hint kHint = T < 5 ? _MM_HINT_NTA : _MM_HINT_T0;
 constexpr size_t kGroupBytes = kGroup + 4 * 2 * kLanes;
 
 // One group: the activations' 256 bytes to the order of the type, and the correction from the halves' sums.
@@ -97,7 +106,7 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
 #pragma GCC unroll 1
       for (size_t g = 0; g < full; g++, p[r] += G::kBytes) {
         for (int i = 0; i < G::kBytes; i += 64)
-          _mm_prefetch(reinterpret_cast<const char *>(p[r]) + kPrefetch<B> + i, _MM_HINT_NTA);
+          _mm_prefetch(reinterpret_cast<const char *>(p[r]) + kPrefetch<B> + i, kHint<T>);
         accumulate<B, T>(G::template load<false, 2>(p[r], tail), a, g, acc[r]);
       }
     }
@@ -153,9 +162,34 @@ void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t 
 }
 
 template <class B>
+void one_pass(const Matrix &w, const Packed &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
+              size_t y_stride) {
+  switch (count) {
+  case 1: return rows<B, 1, 1>(w, a, a, begin, end, y, y_stride);
+  case 2: return rows<B, 2, 1>(w, a, a, begin, end, y, y_stride);
+  case 3: return rows<B, 3, 1>(w, a, a, begin, end, y, y_stride);
+  case 4: return rows<B, 4, 1>(w, a, a, begin, end, y, y_stride);
+  case 5: return rows<B, 5, 1>(w, a, a, begin, end, y, y_stride);
+  case 6: return rows<B, 6, 1>(w, a, a, begin, end, y, y_stride);
+  case 7: return rows<B, 7, 1>(w, a, a, begin, end, y, y_stride);
+  default: return rows<B, 8, 1>(w, a, a, begin, end, y, y_stride);
+  }
+}
+
+template <class B>
 void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
+  if (count > kPassRows) { // several passes, over as many weights as stay in the second cache level
+    const uint32_t passes = (count + kPassRows - 1) / kPassRows;
+    const auto block = static_cast<uint32_t>(1 + kPassBytes / w.row_stride);
+    for (uint32_t n = begin; n < end; n += block)
+      for (uint32_t p = 0; p < passes; p++) {
+        const uint32_t t = p * count / passes, last = n + block < end ? n + block : end;
+        one_pass<B>(w, packed.from(t), (p + 1) * count / passes - t, n, last, y + t * y_stride + (n - begin), y_stride);
+      }
+    return;
+  }
   if constexpr (Traits<B>::elements != kSuperblock) {
     const uint32_t rest = w.k % kGroup / kBlock;
     if (count <= 2 && rest >= 1 && rest <= 4) {
@@ -163,21 +197,13 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
       return row_pairs<B, 2>(w, a, packed, begin, end, y, y_stride);
     }
   }
-  switch (count) {
-  case 1: return rows<B, 1, 1>(w, packed, packed, begin, end, y, y_stride);
-  case 2: return rows<B, 2, 1>(w, packed, packed, begin, end, y, y_stride);
-  case 3: return rows<B, 3, 1>(w, packed, packed, begin, end, y, y_stride);
-  case 4: return rows<B, 4, 1>(w, packed, packed, begin, end, y, y_stride);
-  case 5: return rows<B, 5, 1>(w, packed, packed, begin, end, y, y_stride);
-  case 6: return rows<B, 6, 1>(w, packed, packed, begin, end, y, y_stride);
-  default: return rows<B, 7, 1>(w, packed, packed, begin, end, y, y_stride);
-  }
+  one_pass<B>(w, packed, count, begin, end, y, y_stride);
 }
 
 } // namespace
 
 size_t matvec_work_bytes(uint32_t k) {
-  return kMatvecRows * groups_of(k) * kGroupBytes + 64;
+  return kManyRows * groups_of(k) * kGroupBytes + 64;
 }
 
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
