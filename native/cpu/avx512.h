@@ -8,7 +8,7 @@ namespace apu::cpu::avx512 {
 
 // Below this many rows of activations the weights are unpacked anew for every eight of them, which then costs less than
 // the many-row kernels' unpacking to a tile. Measured; free to choose, as both have the same bits.
-inline constexpr uint32_t kManyRows = 24;
+inline constexpr uint32_t kManyRows = 16;
 inline constexpr uint32_t kGemmRows = 8; // the GEMM takes multiples of it
 
 size_t matvec_work_bytes(uint32_t k);

@@ -92,7 +92,13 @@ template <class B> void unpack_tile(const uint8_t *row, size_t stride, uint32_t 
   for (int half = 0; half < 2; half++) {
     for (int group = 0; 8 * group < blocks; group++) {
       const int count = blocks - 8 * group < 8 ? blocks - 8 * group : 8;
+      // Sixteen rows are too many streams for the hardware's prefetcher: two groups ahead, at a row's end those of the
+      // row that is read next in its place.
+      const size_t next = static_cast<size_t>(group) + 2;
+      const size_t ahead = next < groups ? next * G::kBytes : 16 * stride + (next - groups) * G::kBytes;
       for (int r = 0; r < 16; r++) {
+        for (int i = 0; i < G::kBytes; i += 64)
+          _mm_prefetch(reinterpret_cast<const char *>(row) + (16 * half + r) * stride + ahead + i, _MM_HINT_T0);
         const uint32_t n = static_cast<uint32_t>(16 * half + r);
         const uint8_t *p = row + (n < rows ? n : rows - 1) * stride + static_cast<size_t>(group) * G::kBytes;
         if (count == 8)
