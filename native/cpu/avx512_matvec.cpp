@@ -34,7 +34,7 @@ size_t groups_of(uint32_t k) {
 }
 // Bytes ahead, into the first level past the others: lines that leave a cache unused push nothing out of the next one,
 // which is worth 15 to 30% of the speed; the more a type computes, the further ahead.
-template <class B> constexpr int kPrefetch = sizeof(B) == sizeof(Q8_0) ? 512 : 2048;
+template <class B> constexpr int kPrefetch = sizeof(B) == sizeof(Q8_0) ? 128 : 2048;
 // Passes over five rows and more are bound by computation, and may be followed by another over the same weights.
 template <int T> constexpr _mm_hint kHint = T < 5 ? _MM_HINT_NTA : _MM_HINT_T0;
 constexpr size_t kGroupBytes = kGroup + 4 * 2 * kLanes;
