@@ -100,7 +100,8 @@ void matmul_plain(const Matrix &w, const float *x, size_t x_stride, uint32_t row
 
 // `count` blocks of a group: (ws * sc) * q, then the minimum, each rounded, as quant::dequantize_row.
 template <class Format> void dequantize_group(const uint8_t *p, uint32_t count, float *out) {
-  const Format format(p, count);
+  const Place at = place<Format>(p, count);
+  const Format format(at);
   alignas(32) float scale[2][kGroup], add[2][kGroup] = {}; // of first and second halves
   for (uint32_t h = 0; h < 2; ++h) {
     const auto half = [h](__m256i pairs) { // int16 pairs to the one of this half, as float
@@ -115,7 +116,7 @@ template <class Format> void dequantize_group(const uint8_t *p, uint32_t count, 
   alignas(32) uint8_t bytes[32 * kGroup]; // in the order of activations
 #pragma GCC unroll 8
   for (uint32_t i = 0; i < 8; ++i) {
-    const __m256i v = Format::quad(p, count, i / 4).half[i / 2 % 2][i % 2];
+    const __m256i v = Format::quad(at, i / 4).half[i / 2 % 2][i % 2];
     _mm256_store_si256(reinterpret_cast<__m256i *>(bytes + 32 * i), v);
   }
   for (uint32_t b = 0; b < count; ++b)

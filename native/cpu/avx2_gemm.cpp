@@ -15,7 +15,7 @@ namespace apu::cpu::APU_AVX2 {
 namespace {
 
 constexpr uint32_t kPanelRows = 8;
-constexpr uint32_t kRows = 4; // activations at a time
+constexpr uint32_t kPanels = 2, kRows = 4; // panels and activations at a time: eight sums in registers
 constexpr uint32_t kMaxPanels = 4;
 constexpr size_t kPanelsBytes = 256 << 10;
 constexpr size_t kBlockBytes = 256 + 5 * 32; // values and tables of a block of eight rows
@@ -72,10 +72,6 @@ APU_INLINE void transpose(__m256i *r) { // 8 x 8 int32
   }
 }
 
-APU_INLINE void store32(void *p, __m256i v) {
-  _mm256_storeu_si256(static_cast<__m256i *>(p), v);
-}
-
 // r: one register a row, a lane a block of the group; to a table with a register a block.
 APU_INLINE void store_table(__m256i *r, void *table, uint32_t groups, uint32_t group) {
   transpose(r);
@@ -83,17 +79,28 @@ APU_INLINE void store_table(__m256i *r, void *table, uint32_t groups, uint32_t g
   for (uint32_t b = 0; b < kGroup; ++b) store32(to + 32 * (size_t{b} * groups + group), r[b]);
 }
 
+// Quad j of eight rows.
+void store_values(__m256i (&rows)[4][kPanelRows], uint32_t j, const Panel &panel, uint32_t groups, uint32_t group) {
+  for (uint32_t i = 0; i < 4; ++i) {
+    transpose(rows[i]);
+    for (uint32_t c = 0; c < 8; ++c) { // four elements of block
+      const uint32_t b = 2 * j + c / 4 * 4 + c % 4 / 2, step = 2 * i + c % 2;
+      store32(panel.values + 256 * (size_t{b} * groups + group) + 32 * step, rows[i][c]);
+    }
+  }
+}
+
 APU_INLINE __m256i half_scale(__m256i twice) {
   if constexpr (!kVnni) return twice;
   return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(twice, 16)));
 }
 
-template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, uint32_t group, const Panel &panel) {
+template <class Format> void fill_group(const Matrix &w, uint32_t n, uint32_t group, const Panel &panel) {
   const uint32_t groups = groups_of(w.k), left = w.k / 32 - group * kGroup, count = left < kGroup ? left : kGroup;
   const uint8_t *p = w.data + n * w.row_stride + size_t{group} * Format::kGroupBytes;
   __m256i row[kPanelRows];
   const auto fill = [&](void *table, auto field) __attribute__((always_inline)) {
-    for (uint32_t r = 0; r < kPanelRows; ++r) row[r] = field(Format(p + r * w.row_stride, count));
+    for (uint32_t r = 0; r < kPanelRows; ++r) row[r] = field(Format(place<Format>(p + r * w.row_stride, count)));
     store_table(row, table, groups, group);
   };
   fill(panel.scale, [](const Format &f) { return _mm256_castps_si256(f.d); });
@@ -108,17 +115,11 @@ template <class Format> APU_INLINE void fill_group(const Matrix &w, uint32_t n, 
   for (uint32_t j = 0; j < 2; ++j) {
     __m256i rows[4][kPanelRows]; // a half's elements 0..7, 8..15
     for (uint32_t r = 0; r < kPanelRows; ++r) {
-      const Quad quad = Format::quad(p + r * w.row_stride, count, j);
+      const Quad quad = Format::quad(place<Format>(p + r * w.row_stride, count), j);
 #pragma GCC unroll 4
       for (uint32_t i = 0; i < 4; ++i) rows[i][r] = quad.half[i / 2][i % 2];
     }
-    for (uint32_t i = 0; i < 4; ++i) {
-      transpose(rows[i]);
-      for (uint32_t c = 0; c < 8; ++c) { // four elements of block
-        const uint32_t b = 2 * j + c / 4 * 4 + c % 4 / 2, step = 2 * i + c % 2;
-        store32(panel.values + 256 * (size_t{b} * groups + group) + 32 * step, rows[i][c]);
-      }
-    }
+    store_values(rows, j, panel, groups, group);
   }
 }
 
@@ -166,17 +167,24 @@ APU_INLINE __m256 broadcast_float(const char *p) {
   return _mm256_castsi256_ps(broadcast4(p));
 }
 
+// What the multiplication needs to know of a format: many have the same.
+template <bool Signed, int Bias, bool Minimum, bool HalfScales, bool HalfMinima> struct Shape {
+  static constexpr bool kSigned = Signed, kMinimum = Minimum, kHalfScales = HalfScales, kHalfMinima = HalfMinima;
+  static constexpr int kBias = Bias;
+};
+template <class F> using ShapeOf = Shape<F::kSigned, F::kBias, F::kMinimum, F::kHalfScales, F::kHalfMinima>;
+
 // One half of block `at` of eight weight rows a panel, with kCount rows of activations: its integers, the half's scale
 // folded in, as floats.
-template <class Format, uint32_t kPanels, uint32_t kCount>
-APU_INLINE void half_sums(const Panel *panel, size_t at, uint32_t half, const Rows<kCount> &a,
+template <class S, uint32_t kCount>
+APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t half, const Rows<kCount> &a,
                           __m256 (&out)[kPanels][kCount]) {
-  constexpr bool kSigned = Format::kSigned && !kVnni;
-  constexpr int kBias = Format::kSigned ? kSignedBias : Format::kBias;
+  constexpr bool kSigned = S::kSigned && !kVnni;
+  constexpr int kBias = S::kSigned ? kSignedBias : S::kBias;
   __m256i scale[kPanels], sum[kPanels][kCount];
 #pragma GCC unroll 2
   for (uint32_t p = 0; p < kPanels; ++p)
-    scale[p] = Format::kHalfScales ? load32(panel[p].half[half] + 32 * at) : _mm256_set1_epi16(1);
+    scale[p] = S::kHalfScales ? load32(panel[p].half[half] + 32 * at) : _mm256_set1_epi16(1);
   const auto sums16 = [&](uint32_t t)
                           __attribute__((always_inline)) { return broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half); };
   if constexpr (kVnni) {
@@ -225,14 +233,14 @@ APU_INLINE void half_sums(const Panel *panel, size_t at, uint32_t half, const Ro
         v = _mm256_madd_epi16(v, scale[p]);
       }
       out[p][t] = _mm256_cvtepi32_ps(v);
-      if constexpr (kVnni && Format::kHalfScales) out[p][t] = _mm256_mul_ps(out[p][t], _mm256_castsi256_ps(scale[p]));
+      if constexpr (kVnni && S::kHalfScales) out[p][t] = _mm256_mul_ps(out[p][t], _mm256_castsi256_ps(scale[p]));
     }
 }
 
-// Neighbouring panels times kCount rows of activations from t0 on.
-template <class Format, uint32_t kPanels, uint32_t kCount>
-void multiply(const Panel *panel, uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0, float *y,
-              size_t y_stride) {
+// Two neighbouring panels times kCount rows of activations from t0 on; `columns` of the results are wanted.
+template <class S, uint32_t kCount>
+void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0,
+              uint32_t columns, float *y, size_t y_stride) {
   __m256 lane[kGroup][kPanels][kCount];
   for (uint32_t l = 0; l < kGroup; ++l) {
     __m256 acc[kPanels][kCount];
@@ -245,14 +253,14 @@ void multiply(const Panel *panel, uint32_t groups, uint32_t blocks, const ActBlo
     size_t at = size_t{l} * groups;
     for (uint32_t b = l; b < blocks; b += kGroup, ++at, act.next(0, 1)) {
       __m256 first[kPanels][kCount], second[kPanels][kCount];
-      half_sums<Format>(panel, at, 0, act, first);
+      half_sums<S>(panel, at, 0, act, first);
 #pragma GCC unroll 8
       for (uint32_t t = 0; t < kCount; ++t) {
         const __m256 d = broadcast_float(act.d + 2 * act.stride[t]);
 #pragma GCC unroll 2
         for (uint32_t p = 0; p < kPanels; ++p) first[p][t] = _mm256_mul_ps(first[p][t], d);
       }
-      half_sums<Format>(panel, at, 1, act, second);
+      half_sums<S>(panel, at, 1, act, second);
 #pragma GCC unroll 8
       for (uint32_t t = 0; t < kCount; ++t) {
         const __m256 d = broadcast_float(act.d + 2 * act.stride[t] + 32);
@@ -264,13 +272,13 @@ void multiply(const Panel *panel, uint32_t groups, uint32_t blocks, const ActBlo
         const __m256 scale = _mm256_loadu_ps(panel[p].scale + 8 * at);
 #pragma GCC unroll 8
         for (uint32_t t = 0; t < kCount; ++t) acc[p][t] = _mm256_fmadd_ps(scale, second[p][t], acc[p][t]);
-        if constexpr (Format::kMinimum) {
+        if constexpr (S::kMinimum) {
           const __m256 minimum = _mm256_loadu_ps(panel[p].minimum + 8 * at);
 #pragma GCC unroll 8
           for (uint32_t t = 0; t < kCount; ++t)
             acc[p][t] = _mm256_fmadd_ps(minimum, broadcast_float(act.s + act.stride[t]), acc[p][t]);
         }
-        if constexpr (Format::kHalfMinima) {
+        if constexpr (S::kHalfMinima) {
           const __m256 minimum = _mm256_loadu_ps(panel[p].minimum + 8 * at);
           const Halves m = widen_halves(load32(panel[p].minima + 32 * at));
           const __m256 m0 = _mm256_cvtepi32_ps(m.first), m1 = _mm256_cvtepi32_ps(m.second);
@@ -288,7 +296,7 @@ void multiply(const Panel *panel, uint32_t groups, uint32_t blocks, const ActBlo
 #pragma GCC unroll 8
       for (uint32_t t = 0; t < kCount; ++t) lane[l][p][t] = acc[p][t];
   }
-  for (uint32_t p = 0; p < kPanels; ++p)
+  for (uint32_t p = 0; p < columns / kPanelRows; ++p)
     for (uint32_t t = 0; t < kCount; ++t) {
       const auto add = [&](uint32_t i, uint32_t j)
                            __attribute__((always_inline)) { return _mm256_add_ps(lane[i][p][t], lane[j][p][t]); };
@@ -307,26 +315,25 @@ struct Gemm {
 
   template <class Format> void operator()() const {
     const uint32_t groups = groups_of(w.k), panels = panels_of(w.k);
-    auto *memory = static_cast<uint8_t *>(work);
     Panel panel[kMaxPanels];
-    for (uint32_t i = 0; i < panels; ++i) panel[i] = Panel(memory + i * panel_bytes(w.k), groups);
+    for (uint32_t i = 0; i < panels; ++i) panel[i] = Panel(static_cast<uint8_t *>(work) + i * panel_bytes(w.k), groups);
     for (uint32_t n = begin; n < end; n += panels * kPanelRows) {
       const uint32_t left = (end - n) / kPanelRows, count = left < panels ? left : panels;
       for (uint32_t i = 0; i < count; ++i) fill_panel<Format>(w, n + i * kPanelRows, panel[i]);
       uint32_t t = 0;
-      for (; t + kRows <= rows; t += kRows) pass<Format, kRows>(panel, count, n, t);
-      for (; t < rows; ++t) pass<Format, 1>(panel, count, n, t);
+      for (; t + kRows <= rows; t += kRows) pass<ShapeOf<Format>, kRows>(panel, count, n, t);
+      for (; t < rows; ++t) pass<ShapeOf<Format>, 1>(panel, count, n, t);
     }
   }
 
-  // All panels times kCount rows of activations.
-  template <class Format, uint32_t kCount> void pass(const Panel *panel, uint32_t count, uint32_t n, uint32_t t) const {
-    const uint32_t groups = groups_of(w.k), blocks = w.k / 32;
+  // `count` panels times kCount rows of activations.
+  template <class S, uint32_t kCount> void pass(const Panel *panel, uint32_t count, uint32_t n, uint32_t t) const {
     float *out = y + t * y_stride + (n - begin);
-    uint32_t i = 0;
-    for (; i + 2 <= count; i += 2)
-      multiply<Format, 2, kCount>(panel + i, groups, blocks, a, t, out + i * kPanelRows, y_stride);
-    if (i < count) multiply<Format, 1, kCount>(panel + i, groups, blocks, a, t, out + i * kPanelRows, y_stride);
+    for (uint32_t i = 0; i < count; i += kPanels) {
+      const bool two = i + 1 < count; // else the last one stands for both
+      multiply<S, kCount>({panel[i], panel[two ? i + 1 : i]}, groups_of(w.k), w.k / 32, a, t,
+                          two ? 2 * kPanelRows : kPanelRows, out + i * kPanelRows, y_stride);
+    }
   }
 };
 

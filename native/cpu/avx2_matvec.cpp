@@ -15,14 +15,61 @@ namespace {
 constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
 constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
 
-// Row `first` of the activations, in blocks; the same in dot_some.
-template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
-  ActGroup act(a, first);
+// The whole groups of a weight row, times row `first` of the activations, in blocks.
+template <class Format> APU_INLINE __m256 add_groups(const uint8_t *row, uint32_t groups, ActGroup act) {
   __m256 acc = _mm256_setzero_ps();
-  for (; blocks >= kGroup; blocks -= kGroup, row += Format::kGroupBytes, act.next())
-    acc = add_group<Format>(row, kGroup, act, acc);
-  if constexpr (!Format::kSuperblock) acc = add_rest<Format>(row, blocks, act, acc);
+  for (uint32_t g = 0; g < groups; ++g, row += Format::kGroupBytes, act.next())
+    acc = add_group<Format>(place<Format>(row), act, acc);
+  return acc;
+}
+
+template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
+  const uint32_t groups = blocks / kGroup, rest = blocks % kGroup;
+  __m256 acc = add_groups<Format>(row, groups, ActGroup(a, first));
+  if constexpr (!Format::kSuperblock)
+    if (rest)
+      acc = add_group<Format>(place<Format>(row + groups * Format::kGroupBytes, rest),
+                              ActGroup(a, first + groups * kGroup), acc);
   return sum8(acc);
+}
+
+// A group of activations whose blocks 4..7 are its blocks 0..3 once more.
+struct Twice {
+  alignas(32) int8_t q[32 * kGroup];
+  alignas(32) float d[2 * kGroup], s16[2 * kGroup], s[kGroup];
+  alignas(32) int32_t sum16[2 * kGroup];
+
+  explicit Twice(const ActGroup &a) {
+    const auto copy = [](const void *from, void *to, size_t registers) {
+      for (size_t i = 0; i < registers; ++i) {
+        const __m256i v = load32(static_cast<const uint8_t *>(from) + 32 * i);
+        store32(static_cast<uint8_t *>(to) + 32 * i, _mm256_permute2x128_si256(v, v, 0));
+      }
+    };
+    copy(a.q, q, 8);
+    copy(a.d, d, 2);
+    copy(a.s16, s16, 2);
+    copy(a.s, s, 1);
+    copy(a.sum16, sum16, 2);
+  }
+  ActGroup group() const { return {q, d, s16, s, sum16}; }
+};
+
+// Neighbouring rows whose last groups have at most four blocks, which are multiplied together.
+template <class Format>
+void dot_two(const uint8_t *row, size_t stride, uint32_t blocks, const ActGroup &act, const ActGroup &twice, float *y) {
+  const uint32_t groups = blocks / kGroup, rest = blocks % kGroup;
+  const uint8_t *low = row + groups * Format::kGroupBytes, *high = low + stride;
+  const __m256 first = add_groups<Format>(row, groups, act), second = add_groups<Format>(row + stride, groups, act);
+  __m256 both = _mm256_permute2f128_ps(first, second, 0x20);
+  if (rest == 2) // K = 576
+    both = add_group<Format>({low, high, 2, 2}, twice, both);
+  else if (rest == 4)
+    both = add_group<Format>({low, high, 4, 4}, twice, both);
+  else
+    both = add_group<Format>({low, high, rest, rest}, twice, both);
+  y[0] = sum8(_mm256_blend_ps(first, both, 0x0f));
+  y[1] = sum8(_mm256_permute2f128_ps(both, second, 0x31));
 }
 
 template <class Format>
@@ -31,7 +78,8 @@ APU_INLINE void dot_each(const uint8_t *row, uint32_t blocks, const ActBlocks &a
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
   for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
-    const Group<Format> group = blocks - b >= kGroup ? Group<Format>(row, kGroup) : Group<Format>(row, blocks - b);
+    const uint32_t left = blocks - b;
+    const Group<Format> group(left >= kGroup ? place<Format>(row) : place<Format>(row, left));
     for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(ActGroup(a, first + size_t{t} * a.blocks + b), acc[t]);
   }
   for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
@@ -54,18 +102,29 @@ struct MatmulRows {
   size_t y_stride;
 
   template <class Format> void operator()() const {
-    const uint32_t blocks = w.k / 32;
     for (uint32_t t = 0; t < rows; t += kRows) {
       const uint32_t count = rows - t < kRows ? rows - t : kRows;
-      for (uint32_t n = begin; n < end; ++n) {
-        const uint8_t *row = w.data + n * w.row_stride;
-        float *out = y + t * y_stride + (n - begin);
-        if (count == 1)
-          *out = dot_one<Format>(row, blocks, a, size_t{t} * a.blocks);
-        else
-          dot_some<Format>(row, blocks, a, size_t{t} * a.blocks, count, out, y_stride);
-      }
+      if (count == 1)
+        one<Format>(t);
+      else
+        for (uint32_t n = begin; n < end; ++n)
+          dot_some<Format>(w.data + n * w.row_stride, w.k / 32, a, size_t{t} * a.blocks, count,
+                           y + t * y_stride + (n - begin), y_stride);
     }
+  }
+
+  template <class Format> void one(uint32_t t) const {
+    const uint32_t blocks = w.k / 32;
+    const size_t first = size_t{t} * a.blocks;
+    float *out = y + t * y_stride;
+    uint32_t n = begin;
+    if constexpr (!Format::kSuperblock)
+      if (blocks % kGroup >= 1 && blocks % kGroup <= 4) {
+        const Twice twice(ActGroup(a, first + blocks / kGroup * kGroup));
+        for (; n + 2 <= end; n += 2, out += 2)
+          dot_two<Format>(w.data + n * w.row_stride, w.row_stride, blocks, ActGroup(a, first), twice.group(), out);
+      }
+    for (; n < end; ++n, ++out) *out = dot_one<Format>(w.data + n * w.row_stride, blocks, a, first);
   }
 };
 

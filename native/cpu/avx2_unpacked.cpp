@@ -40,11 +40,15 @@ float dot(const UnpackedGroup *groups, uint32_t count, ActGroup a) {
   __m256 acc = _mm256_setzero_ps();
   for (uint32_t g = 0; g < count; ++g, a.next()) {
     const UnpackedGroup &group = groups[g];
-    const auto quad = [&](uint32_t j) __attribute__((always_inline)) {
-      const int8_t *q = group.q + 128 * j;
-      return Quad{{{load32(q), load32(q + 32)}, {load32(q + 64), load32(q + 96)}}};
-    };
-    const Halves sums = dot_signed(quad, a);
+    struct {
+      const int8_t *q;
+      Quad operator()(uint32_t j) const {
+        const int8_t *p = q + 128 * j;
+        return Quad{{{load32(p), load32(p + 32)}, {load32(p + 64), load32(p + 96)}}};
+      }
+      bool second() const { return true; }
+    } quads{group.q};
+    const Halves sums = dot_signed<false>(quads, a);
     const __m256 first = _mm256_mul_ps(_mm256_cvtepi32_ps(sums.first), _mm256_load_ps(group.scale));
     const __m256 second = _mm256_mul_ps(_mm256_cvtepi32_ps(sums.second), _mm256_load_ps(group.scale + kGroup));
     const __m256 value =
