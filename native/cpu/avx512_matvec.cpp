@@ -96,6 +96,8 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
   const int rest = static_cast<int>(w.k % kGroup / kBlock); // blocks of the last group; 0 for K-quants
   const auto tail = G::tail(rest);
   const uint8_t *row = w.data + begin * w.row_stride;
+  const auto *limit = reinterpret_cast<const char *>(w.data + end * w.row_stride);
+  const ptrdiff_t jump = w.next ? reinterpret_cast<const char *>(w.next) - limit : 0;
   for (uint32_t n = begin; n < end; n += R, row += R * w.row_stride, y += R) {
     __m256 acc[R][T];
     const uint8_t *p[R];
@@ -105,8 +107,9 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
       p[r] = row + r * w.row_stride;
 #pragma GCC unroll 1
       for (size_t g = 0; g < full; g++, p[r] += G::kBytes) {
-        for (int i = 0; i < G::kBytes; i += 64)
-          _mm_prefetch(reinterpret_cast<const char *>(p[r]) + kPrefetch<B> + i, kHint<T>);
+        const char *ahead = reinterpret_cast<const char *>(p[r]) + kPrefetch<B>;
+        ahead += ahead < limit ? 0 : jump;
+        for (int i = 0; i < G::kBytes; i += 64) _mm_prefetch(ahead + i, kHint<T>);
         accumulate<B, T>(G::template load<false, 2>(p[r], tail), a, g, acc[r]);
       }
     }

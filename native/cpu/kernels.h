@@ -54,6 +54,7 @@ struct Matrix { // rows [0, n) of one segment
   size_t row_stride; // bytes
   uint32_t dtype;
   uint32_t k;
+  const uint8_t *next = nullptr; // what the caller reads after this call, when it does not follow: to be prefetched
 };
 
 struct KernelTable {

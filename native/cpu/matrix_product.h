@@ -71,4 +71,11 @@ template <typename F> void for_segments(const Tensor &w, uint64_t begin, uint64_
   }
 }
 
+inline const uint8_t *row_address(const Tensor &w, uint64_t row) {
+  const uint8_t *address = nullptr;
+  for_segments(w, row, row + 1,
+               [&](const Matrix &m, uint32_t first, uint32_t, uint32_t) { address = m.data + first * m.row_stride; });
+  return address;
+}
+
 } // namespace apu::cpu

@@ -218,17 +218,24 @@ private:
     return c.gathered;
   }
 
-  // y (count, end - begin) of rows [begin, end) of one expert's matrix.
+  // y (count, end - begin) of rows [begin, end) of one expert's matrix; `next` is the place read after it.
   void product(const Call &c, const Side &s, uint64_t expert, const InputRows &in, uint32_t count, uint32_t begin,
-               uint32_t end, float *y) const {
+               uint32_t end, const uint8_t *next, float *y) const {
     const KernelTable &kernels = *c.run.kernels;
     const uint64_t base = expert * n_;
-    for_segments(*s.w, base + begin, base + end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
+    for_segments(*s.w, base + begin, base + end, [&](Matrix matrix, uint32_t first, uint32_t last, uint32_t at) {
+      matrix.next = next;
       if (s.quantized)
         kernels.matmul(matrix, in.a, count, first, last, y + at, end - begin, c.work);
       else
         kernels.matmul_float(matrix, in.x, k_, count, first, last, y + at, end - begin, c.work);
     });
+  }
+
+  // Where a row of a group's expert lies; the rows of groups follow each other, and the first follows the last.
+  const uint8_t *place(const Call &c, const Side &s, uint32_t group, uint32_t row) const {
+    if (row == n_) row = 0, ++group;
+    return row_address(*s.w, uint64_t{c.groups.expert[group % *c.groups.count]} * n_ + row);
   }
 
   // Calls f(first pair, pairs, matrix rows at once) over an expert's pairs.
@@ -265,8 +272,8 @@ private:
       const InputRows in = gather(c, at, count);
       for (uint32_t n = begin; n < end; n += width) {
         const uint32_t stop = std::min(n + width, end);
-        product(c, sides_[0], c.groups.expert[g], in, count, n, stop, c.tile);
-        product(c, sides_[1], c.groups.expert[g], in, count, n, stop, c.tile2);
+        product(c, sides_[0], c.groups.expert[g], in, count, n, stop, place(c, sides_[1], g, n), c.tile);
+        product(c, sides_[1], c.groups.expert[g], in, count, n, stop, place(c, sides_[0], g, stop), c.tile2);
         for (size_t i = 0; i < count; ++i)
           activation_(c.tile + i * (stop - n), c.tile2 + i * (stop - n), out_ + size_t(c.groups.pairs[at + i]) * n_ + n,
                       stop - n);
@@ -298,7 +305,8 @@ private:
         const InputRows in = rows_from(c.in, c.groups.place[g] + (at - c.groups.begin[g]));
         for (uint32_t n = begin; n < end; n += width) {
           const uint32_t stop = std::min(n + width, end);
-          product(c, sides_[0], c.groups.expert[g], in, count, n, stop, c.tile);
+          product(c, sides_[0], c.groups.expert[g], in, count, n, stop,
+                  stop < end ? nullptr : place(c, sides_[0], g + 1, begin), c.tile);
           for (size_t i = 0; i < count; ++i) {
             const uint32_t pair = c.groups.pairs[at + i];
             const float weight = weights_[pair], *y = c.tile + i * (stop - n);

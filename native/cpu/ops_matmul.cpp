@@ -103,10 +103,11 @@ private:
     uint32_t rows;
   };
 
-  // y[t * stride + n - begin] for input rows [t0, t0 + tn) and matrix rows [begin, end).
-  void product(const Call &c, const Side &s, uint32_t t0, uint32_t tn, uint32_t begin, uint32_t end, float *y,
-               size_t stride) const {
-    for_segments(*s.w, begin, end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
+  // y[t * stride + n - begin] for input rows [t0, t0 + tn) and matrix rows [begin, end); `next` as in Matrix.
+  void product(const Call &c, const Side &s, uint32_t t0, uint32_t tn, uint32_t begin, uint32_t end,
+               const uint8_t *next, float *y, size_t stride) const {
+    for_segments(*s.w, begin, end, [&](Matrix matrix, uint32_t first, uint32_t last, uint32_t at) {
+      matrix.next = next;
       if (!s.quantized)
         c.run.kernels->matmul_float(matrix, c.in.x + size_t(t0) * k_, k_, tn, first, last, y + at, stride, c.work);
       else if (terms_ == 1)
@@ -138,11 +139,12 @@ private:
       float *out = s.out + size_t(t0) * s.n + begin;
       bool finish = m == 0 && (activation_ || cap_ != 0 || residual_);
       if (!finish) {
-        product(c, s, t0, tn, begin, end, out, s.n);
+        product(c, s, t0, tn, begin, end, nullptr, out, s.n);
         continue;
       }
-      product(c, s, t0, tn, begin, end, c.tile, width);
-      if (activation_) product(c, sides_[1], t0, tn, begin, end, c.tile2, width);
+      const uint8_t *other = activation_ ? row_address(*sides_[1].w, begin) : nullptr;
+      product(c, s, t0, tn, begin, end, other, c.tile, width);
+      if (activation_) product(c, sides_[1], t0, tn, begin, end, row_address(*s.w, end % s.n), c.tile2, width);
       for (size_t t = 0; t < tn; ++t) {
         float *y = c.tile + t * width, *to = out + t * s.n;
         if (activation_) activation_(y, c.tile2 + t * width, y, width);
