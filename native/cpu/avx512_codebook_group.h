@@ -4,6 +4,7 @@
 #pragma once
 
 #include "avx512_group.h"
+#include "avx512_iq2xxs.h"
 
 #ifdef APU_AVX512
 
@@ -124,6 +125,31 @@ template <> struct Group<IQ4_XS> : TableGroup<IQ4_XS> {
   }
 };
 
+// ---- IQ2_XXS: its few-row products are avx512_iq2xxs.cpp's
+
+template <> struct Group<IQ2_XXS> {
+  static constexpr Order kOrder = Order::blocks;
+  static constexpr int kOffset = Iq2xxsPair::kOffset;
+  static constexpr int kBytes = sizeof(IQ2_XXS);
+
+  __m512i q[4];
+  __m256 ws;
+
+  struct Tail {};
+  static Tail tail(int) { return {}; }
+
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    const Iq2xxsPair pair(p, p);
+    for (int h = 0; h < 2; h++) {
+      g.q[h] = pair.values<0>(pair.codes[0][h]);
+      g.q[2 + h] = pair.values<1>(pair.codes[0][h]);
+    }
+    g.ws = pair.first_scales();
+    return g;
+  }
+};
+
 // ---- by scalar code
 
 // Where eight elements, the first or the last of a half, stand in Order::quads.
@@ -198,7 +224,6 @@ private:
 
 template <> struct Group<IQ1_S> : UnpackedGroup<IQ1_S> {};
 template <> struct Group<IQ1_M> : UnpackedGroup<IQ1_M> {};
-template <> struct Group<IQ2_XXS> : UnpackedGroup<IQ2_XXS> {};
 template <> struct Group<IQ2_XS> : UnpackedGroup<IQ2_XS> {};
 template <> struct Group<IQ2_S> : UnpackedGroup<IQ2_S> {};
 template <> struct Group<IQ3_XXS> : UnpackedGroup<IQ3_XXS> {};

@@ -24,8 +24,9 @@ inline constexpr int kGroup = 256; // elements
 //   nibbles: half;                  block mod 4
 //   pairs:   block mod 2;           2 (block / 2 mod 2) + half
 //   quads:   block / 2 mod 2;       2 (block mod 2) + half
+// and blocks, where neighbours stand together: half; block / 2.
 // Activations are stored as quads (quantize), which is within lanes of the other two.
-enum class Order { nibbles, pairs, quads };
+enum class Order { nibbles, pairs, quads, blocks };
 
 struct Place { // of eight elements
   int block, half;
@@ -34,6 +35,7 @@ template <Order O> constexpr Place place(int accumulator, int lane, int high) {
   switch (O) {
   case Order::nibbles: return {lane + 4 * high, accumulator};
   case Order::pairs: return {lane / 2 * 2 + accumulator + 4 * high, lane % 2};
+  case Order::blocks: return {2 * lane + high, accumulator};
   default: return {lane / 2 + 2 * accumulator + 4 * high, lane % 2};
   }
 }
