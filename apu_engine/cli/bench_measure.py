@@ -42,6 +42,7 @@ class Sample:
     seconds: float
     read_limit: float
     steps: tuple[Rows, ...] = ()
+    step_seconds: tuple[float, ...] = ()
     nanoseconds: NDArray[np.uint64] | None = None  # (steps, ops)
 
 
@@ -98,13 +99,17 @@ def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = Fals
     steps: list[Rows] = []
     nanoseconds: list[NDArray[np.uint64]] = []
 
+    step_seconds: list[float] = []
+
     def step() -> None:
+        begin = time.perf_counter()
         (chunk,) = scheduler.next_step()
         runner.submit([chunk])
         for event in runner.wait():
             sequence.last_token = event.token
         sequence.position += chunk.count
         if profile:
+            step_seconds.append(time.perf_counter() - begin)
             steps.append(Rows(chunk.count, int(chunk.sample), sequence.position))
             nanoseconds.append(plan.profile(True))
 
@@ -113,8 +118,8 @@ def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = Fals
     if n_prompt:
         sequence.prompt = tokens
     plan.profile(profile)
-    steps.clear()
-    nanoseconds.clear()
+    for record in (steps, step_seconds, nanoseconds):
+        record.clear()
     try:
         before = limit.measure()
         start = time.perf_counter()
@@ -126,7 +131,7 @@ def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = Fals
         around = (before + limit.measure()) / 2
     finally:
         plan.profile(False)
-    return Sample(seconds, around, tuple(steps), np.array(nanoseconds) if profile else None)
+    return Sample(seconds, around, tuple(steps), tuple(step_seconds), np.array(nanoseconds) if profile else None)
 
 
 def token_bytes(spec: PlanSpec, test: Case) -> tuple[int, int]:
@@ -207,7 +212,7 @@ def _op_ms(test: Case, sample: Sample) -> NDArray[np.float64]:
 
 
 def _wall_ms(test: Case, sample: Sample) -> float:
-    return sample.seconds * 1e3 / (1 if test.n_prompt else len(sample.steps))
+    return 1e3 * (sum(sample.step_seconds) if test.n_prompt else median(sample.step_seconds))
 
 
 def _total_cost(spec: PlanSpec, test: Case, sample: Sample, indices: Sequence[int]) -> Cost:

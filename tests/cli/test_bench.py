@@ -88,7 +88,7 @@ def test_profile_lines_add_up(tiny_llama: TinyModel) -> None:
     times[:, gate] = 500_000
     times[1] *= 100  # a step that was interrupted
     steps = (Rows(1, 1, 1), Rows(1, 1, 2), Rows(1, 1, 3))
-    samples = [Sample(0.030, 10e9, steps, times)]
+    samples = [Sample(0.1, 10e9, steps, (0.010, 0.08, 0.010), times)]
     lines = {line.family: line for line in profile_lines(spec, Case(0, 3, 0), samples)}
     line = lines["gate/up"]
     size = sum(tensor.nbytes for tensor in spec.tensors if "ffn_gate" in tensor.name or "ffn_up" in tensor.name)
@@ -102,7 +102,7 @@ def test_profile_lines_add_up(tiny_llama: TinyModel) -> None:
     assert lines["all matrices"].ops == 9
 
     # A prompt of two steps: both count, and the head only where a token was drawn.
-    samples = [Sample(0.010, 10e9, (Rows(16, 0, 16), Rows(4, 1, 20)), times[[0, 2]])]
+    samples = [Sample(0.010, 10e9, (Rows(16, 0, 16), Rows(4, 1, 20)), (0.006, 0.004), times[[0, 2]])]
     lines = {line.family: line for line in profile_lines(spec, Case(20, 0, 0), samples)}
     assert lines["gate/up"].bytes == 2 * size and lines["gate/up"].ms == pytest.approx(2.0)
     assert lines["gate/up"].gop_s == pytest.approx(2 * 2 * 20 * 2 * 64 * 96 / 2e6)
