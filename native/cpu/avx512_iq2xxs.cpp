@@ -1,4 +1,4 @@
-// IQ2_XXS times 1 to 7 rows of activations: bound by arithmetic (see avx512_iq2xxs.h). The chain from a superblock's
+// IQ2_XXS times few rows of activations: bound by arithmetic (see avx512_iq2xxs.h). The chain from a superblock's
 // bytes to its place in the sums is longer than the processor's schedulers, so what does not depend on activations is
 // done a pair of superblocks ahead, across the ends of rows, and for one row of activations the last steps a pair late.
 // Sums of a pair stay in one register, lane l of four: blocks 2 l, 2 l + 1 of the first superblock, then of the second;
@@ -16,6 +16,8 @@ namespace {
 
 constexpr int kBytes = sizeof(quant::IQ2_XXS);
 constexpr int kPrefetch = 2048;
+constexpr uint32_t kPassRows = 8;        // of activations that use a superblock while it is in registers
+constexpr size_t kPassBytes = 128 << 10; // of weights that are read from memory once for several passes
 
 struct alignas(64) PairActivations {
   int8_t y[2][4][64];  // superblock, eight of a block, block and element
@@ -209,25 +211,38 @@ __attribute__((noinline)) void rows<1>(const Matrix &w, const Unit &unit, const 
   finish();
 }
 
+void one_pass(const Matrix &w, const Unit &unit, const PairActivations *a, uint32_t count, uint32_t begin, uint32_t end,
+              float *y, size_t y_stride) {
+  switch (count) {
+  case 1: return rows<1>(w, unit, a, begin, end, y, y_stride);
+  case 2: return rows<2>(w, unit, a, begin, end, y, y_stride);
+  case 3: return rows<3>(w, unit, a, begin, end, y, y_stride);
+  case 4: return rows<4>(w, unit, a, begin, end, y, y_stride);
+  case 5: return rows<5>(w, unit, a, begin, end, y, y_stride);
+  case 6: return rows<6>(w, unit, a, begin, end, y, y_stride);
+  case 7: return rows<7>(w, unit, a, begin, end, y, y_stride);
+  default: return rows<8>(w, unit, a, begin, end, y, y_stride);
+  }
+}
+
 } // namespace
 
 size_t iq2_xxs_work_bytes(uint32_t k) {
-  return kMatvecRows * size_t{k / kGroup} * sizeof(PairActivations) + 64;
+  return kManyRows * size_t{k / kGroup} * sizeof(PairActivations) + 64;
 }
 
 void matvec_iq2_xxs(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
                     size_t y_stride, void *work) {
   const Unit unit(w.k);
   const PairActivations *pairs = pack(a, count, unit, work);
-  switch (count) {
-  case 1: return rows<1>(w, unit, pairs, begin, end, y, y_stride);
-  case 2: return rows<2>(w, unit, pairs, begin, end, y, y_stride);
-  case 3: return rows<3>(w, unit, pairs, begin, end, y, y_stride);
-  case 4: return rows<4>(w, unit, pairs, begin, end, y, y_stride);
-  case 5: return rows<5>(w, unit, pairs, begin, end, y, y_stride);
-  case 6: return rows<6>(w, unit, pairs, begin, end, y, y_stride);
-  default: return rows<7>(w, unit, pairs, begin, end, y, y_stride);
-  }
+  const uint32_t passes = (count + kPassRows - 1) / kPassRows;
+  const auto block = passes == 1 ? end - begin : static_cast<uint32_t>(kPassBytes / w.row_stride / 2 * 2 + 2);
+  for (uint32_t n = begin; n < end; n += block)
+    for (uint32_t p = 0; p < passes; p++) {
+      const uint32_t t = p * count / passes, t_end = (p + 1) * count / passes;
+      one_pass(w, unit, pairs + t * unit.pairs, t_end - t, n, n + block < end ? n + block : end,
+               y + t * y_stride + (n - begin), y_stride);
+    }
 }
 
 } // namespace apu::cpu::avx512
