@@ -1,6 +1,5 @@
 // Functions of the AVX2 levels, one group a file: matrices of quantised types (avx2_matvec.cpp for few rows,
-// avx2_gemm.cpp for many, avx2_unpacked.cpp for rare types), of float types and exact precision
-// (avx2_float.cpp), row helpers (avx2_rows.cpp).
+// avx2_gemm.cpp for many), of float types and exact precision (avx2_float.cpp), row helpers (avx2_rows.cpp).
 // The first two are compiled three times, with one source for all: plain, and with vpdpbusd in either encoding, VEX
 // (AVX-VNNI: Alder Lake, Zen 5) and EVEX (AVX-512 VNNI and VL: what the AVX-512 level asks is not complete on Cascade
 // Lake). Each has its own namespace, APU_AVX2; the rest exists once.
@@ -46,10 +45,6 @@ size_t gemm_work_bytes(uint32_t k);
 
 namespace avx2 {
 
-// matmul for types without a minimum, any number of rows: the ones that avx2_formats.h has no format for.
-void matmul_unpacked(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
-                     size_t y_stride, void *work);
-size_t unpacked_work_bytes(uint32_t k);
 void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
                   float *y, size_t y_stride, void *work);
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);

@@ -8,6 +8,7 @@
 
 #if defined(__AVX2__)
 
+#include "avx2_codebooks.h"
 #include "avx2_formats.h"
 
 namespace apu::cpu::APU_AVX2 {
@@ -36,7 +37,7 @@ struct Panel {
   uint8_t *values;  // (blocks, 8, 8, 4) four bytes of each row
   float *scale;     // (blocks, 8) ws
   float *minimum;   // (blocks, 8) wm
-  uint8_t *half[2]; // (blocks, 8) the integer scale of a half: an int16 twice, or with VNNI as a float
+  uint8_t *half[2]; // (blocks, 8) the scale of a half: an int16 twice (Scales::integers) or a float
   uint8_t *minima;  // (blocks, 8, 2) the integer minima of both halves, int16
 
   Panel() = default;
@@ -123,8 +124,31 @@ template <class Format> void fill_group(const Matrix &w, uint32_t n, uint32_t gr
   }
 }
 
-template <class Format> void fill_panel(const Matrix &w, uint32_t n, const Panel &panel) {
-  for (uint32_t g = 0; g < groups_of(w.k); ++g) fill_group<Format>(w, n, g, panel);
+// Eight rows of a type of avx2_codebooks.h.
+void store_unpacked(const Unpacked (&rows)[kPanelRows], bool half_scales, const Panel &panel, uint32_t groups,
+                    uint32_t group) {
+  __m256i row[kPanelRows];
+  const auto fill = [&](void *table, auto field) {
+    for (uint32_t r = 0; r < kPanelRows; ++r) row[r] = _mm256_castps_si256(field(rows[r]));
+    store_table(row, table, groups, group);
+  };
+  fill(panel.scale, [](const Unpacked &u) { return u.ws; });
+  for (uint32_t h = 0; h < 2 && half_scales; ++h) fill(panel.half[h], [=](const Unpacked &u) { return u.half[h]; });
+  for (uint32_t j = 0; j < 2; ++j) {
+    __m256i values[4][kPanelRows];
+    for (uint32_t r = 0; r < kPanelRows; ++r)
+      for (uint32_t i = 0; i < 4; ++i) values[i][r] = load32(rows[r].q + 128 * j + 32 * i);
+    store_values(values, j, panel, groups, group);
+  }
+}
+
+template <class B> void fill_group_of_codes(const Matrix &w, uint32_t n, uint32_t group, const Panel &panel) {
+  using Type = quant::Traits<B>;
+  const uint32_t groups = groups_of(w.k), left = w.k / 32 - group * kGroup, count = left < kGroup ? left : kGroup;
+  const uint8_t *p = w.data + n * w.row_stride + size_t{group} * (kGroup / Type::blocks32) * Type::bytes;
+  Unpacked rows[kPanelRows];
+  for (uint32_t r = 0; r < kPanelRows; ++r) Codes<B>::unpack(p + r * w.row_stride, count, rows[r]);
+  store_unpacked(rows, Codes<B>::kHalfScales, panel, groups, group);
 }
 
 // Keeps a sum where it is: compilers otherwise regroup the additions of a whole block, run out of registers and double
@@ -167,12 +191,21 @@ APU_INLINE __m256 broadcast_float(const char *p) {
   return _mm256_castsi256_ps(broadcast4(p));
 }
 
-// What the multiplication needs to know of a format: many have the same.
-template <bool Signed, int Bias, bool Minimum, bool HalfScales, bool HalfMinima> struct Shape {
-  static constexpr bool kSigned = Signed, kMinimum = Minimum, kHalfScales = HalfScales, kHalfMinima = HalfMinima;
+enum class Scales { none, integers, floats }; // of halves
+
+// What the multiplication needs to know of a type: many have the same.
+template <bool Signed, int Bias, bool Minimum, Scales Half, bool HalfMinima> struct Shape {
+  static constexpr bool kSigned = Signed, kMinimum = Minimum, kHalfMinima = HalfMinima;
+  static constexpr Scales kHalfScales = Half;
   static constexpr int kBias = Bias;
 };
-template <class F> using ShapeOf = Shape<F::kSigned, F::kBias, F::kMinimum, F::kHalfScales, F::kHalfMinima>;
+constexpr Scales scales_of(bool has, bool floats) {
+  return !has ? Scales::none : floats ? Scales::floats : Scales::integers;
+}
+template <class F>
+using ShapeOf = Shape<F::kSigned, F::kBias, F::kMinimum, scales_of(F::kHalfScales, kVnni), F::kHalfMinima>;
+template <class F>
+using ShapeOfCodes = Shape<F::kSigned, F::kSigned ? 0 : kCodeBias, false, scales_of(F::kHalfScales, true), false>;
 
 // One half of block `at` of eight weight rows a panel, with kCount rows of activations: its integers, the half's scale
 // folded in, as floats.
@@ -181,10 +214,12 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
                           __m256 (&out)[kPanels][kCount]) {
   constexpr bool kSigned = S::kSigned && !kVnni;
   constexpr int kBias = S::kSigned ? kSignedBias : S::kBias;
-  __m256i scale[kPanels], sum[kPanels][kCount];
+  __m256i scale[kPanels], factor[kPanels], sum[kPanels][kCount]; // factor: as two int16
 #pragma GCC unroll 2
-  for (uint32_t p = 0; p < kPanels; ++p)
-    scale[p] = S::kHalfScales ? load32(panel[p].half[half] + 32 * at) : _mm256_set1_epi16(1);
+  for (uint32_t p = 0; p < kPanels; ++p) {
+    if constexpr (S::kHalfScales != Scales::none) scale[p] = load32(panel[p].half[half] + 32 * at);
+    factor[p] = S::kHalfScales == Scales::integers ? scale[p] : _mm256_set1_epi16(1);
+  }
   const auto sums16 = [&](uint32_t t)
                           __attribute__((always_inline)) { return broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half); };
   if constexpr (kVnni) {
@@ -213,7 +248,7 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
           to = dpbusd(to, v[p], q);
         } else if constexpr (kSigned) {
           const __m256i pairs = _mm256_maddubs_epi16(magnitude[p], _mm256_sign_epi8(q, v[p]));
-          const __m256i wide = _mm256_madd_epi16(pairs, scale[p]);
+          const __m256i wide = _mm256_madd_epi16(pairs, factor[p]);
           to = i == 0 ? wide : _mm256_add_epi32(to, wide);
         } else {
           const __m256i pairs = _mm256_maddubs_epi16(magnitude[p], q);
@@ -230,10 +265,11 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
       __m256i v = sum[p][t];
       if constexpr (!kVnni && !kSigned) {
         if constexpr (kBias != 0) v = _mm256_sub_epi16(v, bias16<kBias>(sums16(t)));
-        v = _mm256_madd_epi16(v, scale[p]);
+        v = _mm256_madd_epi16(v, factor[p]);
       }
       out[p][t] = _mm256_cvtepi32_ps(v);
-      if constexpr (kVnni && S::kHalfScales) out[p][t] = _mm256_mul_ps(out[p][t], _mm256_castsi256_ps(scale[p]));
+      if constexpr (S::kHalfScales == Scales::floats)
+        out[p][t] = _mm256_mul_ps(out[p][t], _mm256_castsi256_ps(scale[p]));
     }
 }
 
@@ -313,16 +349,17 @@ struct Gemm {
   size_t y_stride;
   void *work;
 
-  template <class Format> void operator()() const {
+  template <class S> void run(void (*fill)(const Matrix &, uint32_t, uint32_t, const Panel &)) const {
     const uint32_t groups = groups_of(w.k), panels = panels_of(w.k);
     Panel panel[kMaxPanels];
     for (uint32_t i = 0; i < panels; ++i) panel[i] = Panel(static_cast<uint8_t *>(work) + i * panel_bytes(w.k), groups);
     for (uint32_t n = begin; n < end; n += panels * kPanelRows) {
       const uint32_t left = (end - n) / kPanelRows, count = left < panels ? left : panels;
-      for (uint32_t i = 0; i < count; ++i) fill_panel<Format>(w, n + i * kPanelRows, panel[i]);
+      for (uint32_t i = 0; i < count; ++i)
+        for (uint32_t g = 0; g < groups; ++g) fill(w, n + i * kPanelRows, g, panel[i]);
       uint32_t t = 0;
-      for (; t + kRows <= rows; t += kRows) pass<ShapeOf<Format>, kRows>(panel, count, n, t);
-      for (; t < rows; ++t) pass<ShapeOf<Format>, 1>(panel, count, n, t);
+      for (; t + kRows <= rows; t += kRows) pass<S, kRows>(panel, count, n, t);
+      for (; t < rows; ++t) pass<S, 1>(panel, count, n, t);
     }
   }
 
@@ -345,7 +382,9 @@ size_t gemm_work_bytes(uint32_t k) {
 
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
           void *work) {
-  with_format(w.dtype, Gemm{w, a, rows, begin, end, y, y_stride, work});
+  const Gemm gemm{w, a, rows, begin, end, y, y_stride, work};
+  with_format(w.dtype, [&]<class F>() { gemm.run<ShapeOf<F>>(fill_group<F>); });
+  with_codes(w.dtype, [&]<class B>() { gemm.run<ShapeOfCodes<Codes<B>>>(fill_group_of_codes<B>); });
 }
 
 } // namespace apu::cpu::APU_AVX2

@@ -6,6 +6,7 @@
 #if defined(__AVX2__)
 
 #include "../quant/activations.h"
+#include "avx2_codebooks.h"
 #include "avx2_formats.h"
 
 namespace apu::cpu::APU_AVX2 {
@@ -128,6 +129,35 @@ struct MatmulRows {
   }
 };
 
+// The same for the types of avx2_codebooks.h.
+struct MatmulCodes {
+  const Matrix &w;
+  const ActBlocks &a;
+  uint32_t rows, begin, end;
+  float *y;
+  size_t y_stride;
+
+  template <class B> void operator()() const {
+    constexpr size_t kGroupBytes = kGroup / quant::Traits<B>::blocks32 * quant::Traits<B>::bytes;
+    const uint32_t blocks = w.k / 32;
+    for (uint32_t t0 = 0; t0 < rows; t0 += kRows) {
+      const uint32_t count = rows - t0 < kRows ? rows - t0 : kRows;
+      for (uint32_t n = begin; n < end; ++n) {
+        const uint8_t *row = w.data + n * w.row_stride;
+        __m256 acc[kRows];
+        for (uint32_t t = 0; t < count; ++t) acc[t] = _mm256_setzero_ps();
+        for (uint32_t b = 0; b < blocks; b += kGroup, row += kGroupBytes) {
+          Unpacked group;
+          Codes<B>::unpack(row, blocks - b < kGroup ? blocks - b : kGroup, group);
+          for (uint32_t t = 0; t < count; ++t)
+            acc[t] = add_unpacked<B>(group, ActGroup(a, size_t{t0 + t} * a.blocks + b), acc[t]);
+        }
+        for (uint32_t t = 0; t < count; ++t) y[(t0 + t) * y_stride + (n - begin)] = sum8(acc[t]);
+      }
+    }
+  }
+};
+
 // Lane b is the maximum over all lanes of r[b].
 APU_INLINE __m256i max_each(const __m256i *r) {
   const auto max = [](__m256i a, __m256i b) __attribute__((always_inline)) { return _mm256_max_epu32(a, b); };
@@ -222,19 +252,18 @@ void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const 
     }
 }
 
-size_t work_bytes(uint32_t k) { // panels, an unpacked row, or a dequantised one
-  size_t bytes = size_t{k} * sizeof(float);
-  if (gemm_work_bytes(k) > bytes) bytes = gemm_work_bytes(k);
-  if (avx2::unpacked_work_bytes(k) > bytes) bytes = avx2::unpacked_work_bytes(k);
-  return bytes;
+size_t work_bytes(uint32_t k) { // panels, or a dequantised row
+  const size_t panels = gemm_work_bytes(k), row = size_t{k} * sizeof(float);
+  return panels > row ? panels : row;
 }
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  if (!has_format(w.dtype)) return avx2::matmul_unpacked(w, a, rows, begin, end, y, y_stride, work);
   const uint32_t middle = rows < kGemmRows ? begin : begin + (end - begin) / 8 * 8;
   if (middle > begin) gemm(w, a, rows, begin, middle, y, y_stride, work);
-  if (middle < end) with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});
+  if (middle == end) return;
+  with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});
+  with_codes(w.dtype, MatmulCodes{w, a, rows, middle, end, y + (middle - begin), y_stride});
 }
 
 } // namespace
