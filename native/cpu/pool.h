@@ -150,7 +150,7 @@ private:
   uint32_t offset_ = 0; // victim = own index + offset
 };
 
-constexpr uint32_t kMaxUnits = (1u << 25) - 1; // of a Split; validate.cpp keeps every op below it
+constexpr uint32_t kMaxUnits = (1u << 25) - 1; // of a Split; validate_ops.cpp keeps every op below it
 
 // Physical cores that the affinity mask and the cgroup's CPU quota (v1 and v2) leave this process; at least 1.
 uint32_t available_cores();

@@ -1,0 +1,245 @@
+// Checks each op of a plan against apu.h: its operands, shapes, numbers and aliases, and with them all that a kernel
+// relies on. Tensors and states have been checked before (validate.cpp).
+#include "plan/op_check.h"
+
+namespace apu {
+namespace {
+
+apu_status check_embed(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(0, 1, 1, 0));
+  TRY(c.matrix(0, 0, 0));
+  const Tensor &table = *c.info().tensor(op.w[0]);
+  if (table.rows < c.info().vocabulary)
+    return c.bad("w0 \"%s\" %s: expected at least %u rows, the vocabulary", table.name.c_str(), dims(table.d).c_str(),
+                 c.info().vocabulary);
+  return c.scratch("out", 0, op.out[0], table.inner, APU_ROWS_STEP);
+}
+
+apu_status check_rms_norm(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(3, 1, 1, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.scratch("out", 0, op.out[0], in.inner, -1));
+  TRY(c.same_rows("out", 0, op.out[0], in));
+  if (op.in[1] != APU_NONE) {
+    TRY(c.scratch("in", 1, op.in[1], in.inner, -1));
+    TRY(c.same_rows("in", 1, op.in[1], in));
+  }
+  TRY(c.vector(0, in.inner));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  return c.aliases({{0, 0}, {1, 0}});
+}
+
+apu_status check_matmul(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(3, 15, 0x1ff, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.vector(0, in.inner));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.positive("f1 (soft cap)", op.f[1], true));
+  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
+  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_FINE));
+  bool gated = op.i[0] != APU_ACT_NONE, ended = false;
+  for (int m = 0; m < 4; ++m) {
+    if (op.w[1 + m] == APU_NONE) {
+      if (m == 0) return c.bad("w1 is missing");
+      if (op.w[5 + m] != APU_NONE) return c.bad("w%d is a bias without its matrix w%d", 5 + m, 1 + m);
+      if (op.out[m] != APU_NONE) return c.bad("out%d has no matrix w%d", m, 1 + m);
+      ended = true;
+      continue;
+    }
+    if (ended) return c.bad("w%d follows a gap: matrices must be w1 on", 1 + m);
+    if (gated && m >= 2) return c.bad("w%d: a gated pair takes no other matrix", 1 + m);
+    TRY(c.matrix(1 + m, 0, in.inner));
+    const Tensor &w = *c.info().tensor(op.w[1 + m]);
+    if (w.rows > kMaxMatrixRows || w.inner > kMaxMatrixRows)
+      return c.bad("w%d \"%s\" %s: no dimension may exceed %u", 1 + m, w.name.c_str(), dims(w.d).c_str(),
+                   kMaxMatrixRows);
+    TRY(c.vector(5 + m, w.rows));
+    if (gated && m == 1) {
+      if (op.out[1] != APU_NONE) return c.bad("out1: a gated pair has one output");
+      continue;
+    }
+    TRY(c.scratch("out", m, op.out[m], w.rows, -1));
+    TRY(c.same_rows("out", m, op.out[m], in));
+  }
+  if (gated) {
+    if (op.w[2] == APU_NONE) return c.bad("w2 (up) of the gated pair is missing");
+    const Tensor &gate = *c.info().tensor(op.w[1]), &up = *c.info().tensor(op.w[2]);
+    if (gate.rows != up.rows)
+      return c.bad("w1 \"%s\" %s and w2 \"%s\" %s: expected as many rows", gate.name.c_str(), dims(gate.d).c_str(),
+                   up.name.c_str(), dims(up.d).c_str());
+  }
+  if (op.in[1] != APU_NONE) {
+    const Tensor &out = *c.info().tensor(op.out[0]);
+    TRY(c.scratch("in", 1, op.in[1], out.inner, -1));
+    TRY(c.same_rows("in", 1, op.in[1], out));
+  }
+  return c.aliases({{1, 0}});
+}
+
+apu_status check_rope_store(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(7, 1, 7, 3));
+  TRY(c.kv_states());
+  const State &k = c.info().states[size_t(op.state[0])], &v = c.info().states[size_t(op.state[1])];
+  uint64_t d = k.d.head_size;
+  TRY(c.scratch("in", 0, op.in[0], 0, APU_ROWS_STEP));
+  const Tensor &q = *c.info().tensor(op.in[0]);
+  if (q.inner % d != 0)
+    return c.bad("in0 \"%s\" %s: expected whole heads of %llu elements", q.name.c_str(), dims(q.d).c_str(), u64(d));
+  TRY(c.heads(q.inner / d + k.d.heads));
+  if (op.out[0] != op.in[0]) return c.bad("out0 is %d, expected in0 (%d): q is rotated in place", op.out[0], op.in[0]);
+  TRY(c.scratch("in", 1, op.in[1], d * k.d.heads, APU_ROWS_STEP));
+  TRY(c.scratch("in", 2, op.in[2], uint64_t(v.d.head_size) * v.d.heads, APU_ROWS_STEP));
+  TRY(c.vector(0, d));
+  TRY(c.vector(1, d));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.number("i0 (rotary dims)", op.i[0], 0, int32_t(d)));
+  if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
+  TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
+  TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
+  if (op.i[0] > 0) {
+    TRY(c.vector(2, uint64_t(op.i[0]) / 2));
+    TRY(c.positive("f1 (base)", op.f[1], false));
+    TRY(c.positive("f2 (frequency scale)", op.f[2], false));
+    TRY(c.positive("f3 (YaRN extrapolation mix)", op.f[3], true));
+    TRY(c.positive("f4 (magnitude)", op.f[4], false));
+    if (op.f[3] > 0) {
+      TRY(c.number("i2 (original context)", op.i[2], 1, INT32_MAX));
+      TRY(c.positive("f5 (beta_fast)", op.f[5], false));
+      TRY(c.positive("f6 (beta_slow)", op.f[6], false));
+    }
+  }
+  return c.aliases({{0, 0}});
+}
+
+apu_status check_attention(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 1, 1, 3));
+  TRY(c.kv_states());
+  const State &k = c.info().states[size_t(op.state[0])], &v = c.info().states[size_t(op.state[1])];
+  TRY(c.scratch("in", 0, op.in[0], 0, APU_ROWS_STEP));
+  const Tensor &q = *c.info().tensor(op.in[0]);
+  uint64_t group = uint64_t(k.d.heads) * k.d.head_size; // one query head for every kv head
+  if (q.inner % group != 0)
+    return c.bad("in0 \"%s\" %s: expected a multiple of %u heads of %u elements", q.name.c_str(), dims(q.d).c_str(),
+                 k.d.heads, k.d.head_size);
+  uint64_t heads = q.inner / k.d.head_size;
+  TRY(c.heads(heads));
+  TRY(c.scratch("out", 0, op.out[0], heads * v.d.head_size, APU_ROWS_STEP));
+  TRY(c.vector(0, heads));
+  TRY(c.positive("f1 (soft cap)", op.f[1], true));
+  return c.aliases({});
+}
+
+apu_status check_gather_norm(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 1, 1, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, APU_ROWS_STEP));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.scratch("out", 0, op.out[0], in.inner, APU_ROWS_OUTPUT));
+  TRY(c.vector(0, in.inner));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  return c.aliases({});
+}
+
+apu_status check_sample(const OpCheck &c) {
+  TRY(c.operands(1, 0, 0, 0));
+  TRY(c.scratch("in", 0, c.op().in[0], c.info().vocabulary, APU_ROWS_OUTPUT));
+  if (uint64_t(c.info().max_outputs) * c.info().vocabulary > kMaxLogits)
+    return c.bad("%u outputs of %u logits, expected at most %llu in all", c.info().max_outputs, c.info().vocabulary,
+                 u64(kMaxLogits));
+  return APU_OK;
+}
+
+apu_status check_route(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 3, 3, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.vector(0, in.inner));
+  TRY(c.matrix(1, 0, in.inner));
+  const Tensor &router = *c.info().tensor(op.w[1]);
+  if (router.rows > kMaxExperts)
+    return c.bad("w1 \"%s\" %s: expected at most %u experts", router.name.c_str(), dims(router.d).c_str(), kMaxExperts);
+  TRY(c.slots("out", 0, op.out[0], 0, APU_I32, in));
+  const Tensor &ids = *c.info().tensor(op.out[0]);
+  if (ids.inner > router.rows)
+    return c.bad("out0 \"%s\" %s: expected at most %llu experts a row, the rows of w1 \"%s\"", ids.name.c_str(),
+                 dims(ids.d).c_str(), u64(router.rows), router.name.c_str());
+  if (ids.rows * ids.inner > kMaxRowHeads)
+    return c.bad("out0 \"%s\" %s: expected at most %llu experts of all rows", ids.name.c_str(), dims(ids.d).c_str(),
+                 u64(kMaxRowHeads));
+  TRY(c.slots("out", 1, op.out[1], ids.inner, APU_F32, in));
+  TRY(c.number("i0 (score)", op.i[0], APU_SCORE_SOFTMAX, APU_SCORE_SIGMOID));
+  TRY(c.number("i1 (divide by the sum)", op.i[1], 0, 1));
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.positive("f1 (scale)", op.f[1], false));
+  TRY(c.positive("f2 (smallest divisor)", op.f[2], true));
+  return c.aliases({});
+}
+
+apu_status check_experts(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
+  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_EXACT));
+  bool gated = op.i[0] != APU_ACT_NONE;
+  if (gated)
+    TRY(c.operands(3, 1, 7, 0));
+  else
+    TRY(c.operands(15, 1, 2, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.slots("in", 1, op.in[1], 0, APU_I32, in));
+  const Tensor &ids = *c.info().tensor(op.in[1]);
+  const apu_op *route = c.writer(op.in[1]);
+  if (!route)
+    return c.bad("in1 \"%s\": expected ids of an earlier ROUTE, found no op that writes it", ids.name.c_str());
+  uint64_t experts = c.info().tensor(route->w[1])->rows, k = ids.inner; // nothing else writes I32
+  if (in.inner % (gated ? 1 : k) != 0)
+    return c.bad("in0 \"%s\" %s: expected a part for each of %llu experts of a row", in.name.c_str(),
+                 dims(in.d).c_str(), u64(k));
+  uint64_t columns = gated ? in.inner : in.inner / k;
+  TRY(c.stack(1, experts, 0, columns));
+  uint64_t n = c.info().tensor(op.w[1])->d.shape[1];
+  if (gated) {
+    TRY(c.vector(0, columns));
+    TRY(c.positive("f0 (eps)", op.f[0], true));
+    TRY(c.stack(2, experts, n, columns));
+    TRY(c.scratch("out", 0, op.out[0], k * n, -1));
+  } else {
+    TRY(c.slots("in", 2, op.in[2], k, APU_F32, in));
+    TRY(c.scratch("out", 0, op.out[0], n, -1));
+    if (op.in[3] != APU_NONE) {
+      TRY(c.scratch("in", 3, op.in[3], n, -1));
+      TRY(c.same_rows("in", 3, op.in[3], in));
+    }
+  }
+  TRY(c.same_rows("out", 0, op.out[0], in));
+  return c.aliases({{3, 0}});
+}
+
+} // namespace
+
+apu_status check_op(const PlanInfo &info, size_t index) {
+  const apu_op &op = info.ops[index];
+  OpCheck c(info, op, index);
+  switch (op.kind) {
+  case APU_OP_EMBED: return check_embed(c);
+  case APU_OP_RMS_NORM: return check_rms_norm(c);
+  case APU_OP_MATMUL: return check_matmul(c);
+  case APU_OP_ROPE_STORE: return check_rope_store(c);
+  case APU_OP_ATTENTION: return check_attention(c);
+  case APU_OP_GATHER_NORM: return check_gather_norm(c);
+  case APU_OP_SAMPLE: return check_sample(c);
+  case APU_OP_ROUTE: return check_route(c);
+  case APU_OP_EXPERTS: return check_experts(c);
+  default: return fail(APU_E_UNSUPPORTED, "op %zu: unknown kind %u", index, op.kind);
+  }
+}
+
+} // namespace apu
