@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kTileFloats = kMaxTile * kWideUnit; // outputs of one call
 constexpr uint32_t kPanel = 8;                         // rows, see ActBlocks::panels
-constexpr uint32_t kClaims = 4;                       // of each worker, where rows are many
+constexpr uint32_t kClaims = 4;                        // of each worker, where rows are many
 
 struct Groups {
   uint32_t *count;  // (1) experts with a pair
