@@ -264,11 +264,12 @@ class EngineConfig:
     kv_type: str = _option(
         "str",
         "auto",
-        "Type of the KV cache; auto is f32 when the model's matrices are F32, else f16.",
+        "Type of the KV cache, keys and values alike; auto is f32 when the model's matrices are F32, else f16. "
+        "q8_0 takes 53% of f16's memory and needs heads of whole blocks of 32.",
         "--kv-type",
         "-ctk",
         group="model",
-        choices=("auto", "f32", "f16"),
+        choices=("auto", "f32", "f16", "q8_0"),
     )
     memory: str = _option(
         "str",

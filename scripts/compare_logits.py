@@ -2,6 +2,7 @@
 """Measures how far logits are from float32's on a text: KL divergence and argmax agreement.
 
     scripts/compare_logits.py MODEL [--text FILE] [--tokens N]      MODEL: a GGUF file or a name of the catalog
+    scripts/compare_logits.py MODEL --kv-type q8_0                  another type of the KV cache as well
     scripts/compare_logits.py MODEL --write-ids ids.i32             token ids (T) int32, for another engine
     scripts/compare_logits.py MODEL --peer llama.cpp=logits.f32     its logits (T, V) float32, compared as well
 
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine._native import Device
+from apu_engine.arch import KV_TYPES
 from apu_engine.catalog import fetch, load_catalog
 from apu_engine.errors import ApuError
 from apu_engine.text.tokenizer import Tokenizer
@@ -43,12 +45,13 @@ def main() -> int:
 
     sys.path[:0] = [str(TESTS), str(TESTS / "arch"), str(TESTS / "quality")]
     try:
-        from accuracy import compare
+        from accuracy import VARIANTS, compare
     except ImportError as error:
         raise ApuError(f"{error}; the oracle needs the test extra: .venv/bin/pip install -e '.[test]'") from None
 
     with Device("cpu", threads=args.threads) as device:
-        found = compare(path, ids, device, peers=peers)
+        variants = VARIANTS | {f"{kv_type} cache": {"kv_type": kv_type} for kv_type in args.kv_type}
+        found = compare(path, ids, device, variants, peers)
     print(f"{path.name}, {len(ids)} tokens of {args.text.name}")
     print(f"{'':12}{'mean KL':>12}{'+-':>12}{'argmax':>9}")
     for name, result in found.items():
@@ -62,6 +65,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, default=TESTS / "data" / "prose.txt", help="text (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of it, at most (default %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="threads (default: as the engine chooses)")
+    parser.add_argument(
+        "--kv-type", choices=KV_TYPES, action="append", default=[], help="measure the default with this cache too"
+    )
     parser.add_argument("--write-ids", metavar="FILE", help="write the token ids and stop")
     parser.add_argument(
         "--peer", type=pair, action="append", default=[], metavar="NAME=FILE", help="logits of another engine"

@@ -20,19 +20,20 @@ from apu_engine.plan import DeviceBinder, Limits, OfflineBinder, Plan, PlanBuild
 from apu_engine.plan.builder import PRECISIONS
 from apu_engine.plan.spec import most_pages
 from apu_engine.plan.weights import Binder, MappedFile
+from apu_engine.weights.ggml_types import GGML_TYPES
 from apu_engine.weights.model_file import ModelFile
 
 ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3, "qwen3": qwen3, "qwen3moe": qwen3moe}
 MAX_ROWS = 65536  # of one step, the native limit
-KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16}
+KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16, "q8_0": lib.APU_Q8_0}
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`ctx` tokens per sequence, pages reserved for `parallel` such sequences; limits of one step.
 
-    `kv_type` "auto" is f32 when all matrices are F32, else f16. `precision` "exact" keeps activations in
-    float.
+    `kv_type` "auto" is f32 when all matrices are F32, else f16; "q8_0" needs heads of whole blocks of 32.
+    `precision` "exact" keeps activations in float.
     """
 
     ctx: int
@@ -159,6 +160,13 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     blocks = Blocks(model, config, builder)
     windows = _group_windows(config)
     dtype = KV_TYPES[resolve_kv_type(model, options.kv_type)]
+    block = GGML_TYPES[dtype].elements
+    if config.dims["d"] % block:
+        raise ConfigError(
+            f"kv_type: {options.kv_type} stores blocks of {block} elements, but the heads of {model.path} have "
+            f"{config.dims['d']}; use f16",
+            "kv_type",
+        )
     for layer in blocks.layers():
         group = windows.index(config.windows[layer])
         pages = page_count(options, config.windows[layer])

@@ -87,7 +87,7 @@ def _longest(most: int, need: Callable[[int], int], bound: int) -> int:
 def _refusal(tokens: int, needed: int, available: int, limit: int, fits: int) -> str:
     what = f"memory_limit ({human_bytes(limit)})" if limit and limit <= available else human_bytes(available)
     remedies = [f"use ctx {fits}"] if fits else []
-    remedies += ["use kv_type f16 where it is f32", "lower parallel or batch", "free memory"]
+    remedies += ["use kv_type f16 where it is f32, q8_0 where it is f16", "lower parallel or batch", "free memory"]
     if limit:
         remedies.append("raise memory_limit")
     return (

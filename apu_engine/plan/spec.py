@@ -86,7 +86,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class State:
-    """K or V of one layer: pages of (heads, 128, head_size), shared page ids within a group.
+    """K or V of one layer: pages of (heads, 128 rows of head_size), shared page ids within a group.
 
     Window 0: all tokens.
     """
@@ -108,7 +108,8 @@ class State:
 
     @property
     def token_bytes(self) -> int:
-        return self.heads * self.head_size * GGML_TYPES[self.dtype].nbytes
+        block = GGML_TYPES[self.dtype]
+        return self.heads * (self.head_size // block.elements) * block.nbytes
 
 
 @dataclass(slots=True)

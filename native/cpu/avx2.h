@@ -49,16 +49,12 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
                   float *y, size_t y_stride, void *work);
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
 
-float dot(const float *a, const float *b, uint32_t n);
-float dot_f16(const float *a, const uint16_t *b, uint32_t n);
-void axpy(float scale, const float *x, float *y, uint32_t n);
-void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n);
 void scale(float scale, float *y, uint32_t n);
-void f32_to_f16(const float *in, uint16_t *out, uint32_t n);
 void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n);
 void silu_mul(const float *gate, const float *up, float *out, uint32_t n);
 void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n);
 void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n);
+void soft_cap(float *x, float cap, uint32_t n);
 float max(const float *x, uint32_t n);
 float exp_sum(float *x, float max, uint32_t n);
 

@@ -1,37 +1,69 @@
-// Attention kernels with 256-bit registers: 2 vectors by 4 rows, or by 4 registers of columns, which with the operands
-// fill the sixteen registers. A call moves the rows of K or V that it is given once per two vectors, the first time
-// from memory and then from the first two cache levels (a page of one head is 16 to 128 KB).
+// Attention kernels with 256-bit registers: up to 6 vectors by 2 registers of positions or columns, which with the
+// operands fill the sixteen registers; products of Q8_0 keys in 16 bits. A call moves the rows of K or V that it is
+// given once per six vectors, the first time from memory and then from the first two cache levels.
 #include "attention_kernels.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
 #include "attention_tile.h"
-
-#include <immintrin.h>
+#include "avx2_math.h"
 
 namespace apu::cpu {
 namespace {
 
 struct Avx2 {
   using T = __m256;
-  static constexpr uint32_t W = 8, Q = 2;
+  static constexpr uint32_t W = 8, NQ = 6, NI = 3, registers = 16;
   static T zero() { return _mm256_setzero_ps(); }
   static T set(float x) { return _mm256_set1_ps(x); }
   static T load(const float *p) { return _mm256_loadu_ps(p); }
   static T load(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))); }
+  static T load(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+  }
   static void store(float *p, T x) { _mm256_storeu_ps(p, x); }
+  static T add(T a, T b) { return _mm256_add_ps(a, b); }
+  static T mul(T a, T b) { return _mm256_mul_ps(a, b); }
+  static T max(T a, T b) { return _mm256_max_ps(a, b); }
+  static T exp(T x) { return exp8(x); }
   static T fma(T a, T b, T c) { return _mm256_fmadd_ps(a, b, c); }
-  static T reduce(const T *a) {
-    T quads[2];
-    for (int i = 0; i < 2; ++i) {
-      const T *b = a + 4 * i;
-      T x = _mm256_add_ps(_mm256_unpacklo_ps(b[0], b[1]), _mm256_unpackhi_ps(b[0], b[1]));
-      T y = _mm256_add_ps(_mm256_unpacklo_ps(b[2], b[3]), _mm256_unpackhi_ps(b[2], b[3]));
-      __m256d u = _mm256_castps_pd(x), v = _mm256_castps_pd(y);
-      quads[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(u, v)), _mm256_castpd_ps(_mm256_unpackhi_pd(u, v)));
+  static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+  static uint16_t to_f16(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+  static float from_f16(uint16_t x) { return _cvtsh_ss(x); }
+  static void to_f16(const float *x, uint16_t *out, uint32_t n) {
+    uint32_t i = 0;
+    for (; i + 8 <= n; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i *>(out + i), _mm256_cvtps_ph(load(x + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < n; ++i) out[i] = to_f16(x[i]);
+  }
+
+  static int32_t split_query(const int16_t *q, int16_t *out) {
+    memcpy(out, q, kBlock * sizeof(int16_t));
+    return 0;
+  }
+
+  // Exact sums over a block of 32, products[2 r + h] for positions 8 h on and vector r.
+  template <uint32_t N>
+  static void dot_tile(const uint8_t *keys, const int16_t *q, size_t q_stride, const int32_t *, size_t, T *products) {
+    __m256i acc[N * 4]; // of four positions each, two lanes a position
+    for (uint32_t i = 0; i < N * 4; ++i) acc[i] = _mm256_setzero_si256();
+    for (uint32_t g = 0; g < 8; ++g) {
+      __m256i four[N];
+      for (uint32_t r = 0; r < N; ++r) {
+        long long bits;
+        memcpy(&bits, q + r * q_stride + 4 * g, 8);
+        four[r] = _mm256_set1_epi64x(bits);
+      }
+      for (uint32_t p = 0; p < 4; ++p) {
+        const __m256i k =
+            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(keys + 64 * g + 16 * p)));
+        for (uint32_t r = 0; r < N; ++r)
+          acc[r * 4 + p] = _mm256_add_epi32(acc[r * 4 + p], _mm256_madd_epi16(k, four[r]));
+      }
     }
-    return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
-                         _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+    for (uint32_t i = 0; i < N * 2; ++i)
+      products[i] = _mm256_cvtepi32_ps(
+          _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[2 * i], acc[2 * i + 1]), _MM_SHUFFLE(3, 1, 2, 0)));
   }
 };
 

@@ -34,18 +34,36 @@ inline __m256 power_of_two(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 
-// exp(x) = 2^n exp(r), |r| <= ln(2) / 2; subnormal, zero and infinite results included, NaN kept.
+inline constexpr float kExpTerms[] = {1.0f,          1.0f,           0.49999991f,   0.166664198f,
+                                      0.0416682251f, 0.00837482419f, 0.00138368318f};
+
+// r of x = n ln 2 + r, |r| <= ln(2) / 2.
+inline __m256 reduce_exponent(__m256 x, __m256 &n) {
+  n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  const __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x); // ln 2 in two parts, the first exact
+  return _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+}
+
+// exp(x) = 2^n exp(r); subnormal, zero and infinite results included, NaN kept.
 inline __m256 exp8(__m256 x) {
-  static constexpr float kTerms[] = {1.0f,          1.0f,           0.49999991f,   0.166664198f,
-                                     0.0416682251f, 0.00837482419f, 0.00138368318f};
   x = _mm256_max_ps(_mm256_set1_ps(-105.0f), _mm256_min_ps(_mm256_set1_ps(89.5f), x)); // the second operand if NaN
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x); // ln 2 in two parts, the first exact with any n
-  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  __m256 n;
+  const __m256 r = reduce_exponent(x, n);
   const __m256i exponent = _mm256_cvtps_epi32(n);
   const __m256i half = _mm256_srai_epi32(exponent, 1); // in two steps: 2^n alone may be out of range
-  const __m256 v = _mm256_mul_ps(polynomial(kTerms, r), power_of_two(half));
+  const __m256 v = _mm256_mul_ps(polynomial(kExpTerms, r), power_of_two(half));
   return _mm256_mul_ps(v, power_of_two(_mm256_sub_epi32(exponent, half)));
+}
+
+// exp(x) - 1 for x in [-40, 0], relative error below 1e-6 near 0 too.
+inline __m256 expm1_8(__m256 x) {
+  __m256 n;
+  const __m256 r = reduce_exponent(x, n);
+  static constexpr float kTerms[] = {kExpTerms[1], kExpTerms[2], kExpTerms[3],
+                                     kExpTerms[4], kExpTerms[5], kExpTerms[6]};
+  const __m256 power = power_of_two(_mm256_cvtps_epi32(n));
+  const __m256 less_one = _mm256_sub_ps(power, _mm256_set1_ps(1.0f));
+  return _mm256_fmadd_ps(power, _mm256_mul_ps(r, polynomial(kTerms, r)), less_one);
 }
 
 // P(X <= x) of the normal distribution, 0.5 erfc(-x / sqrt 2): for u = |x| the tail is

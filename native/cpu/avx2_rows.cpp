@@ -14,21 +14,11 @@ namespace apu::cpu::avx2 {
 
 namespace {
 
-__m256 load_f16(const uint16_t *p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
-}
-
 // The first n < 8 elements, zero beyond.
 __m256 load_part(const float *p, uint32_t n) {
   alignas(32) float v[8] = {};
   std::memcpy(v, p, n * sizeof(float));
   return _mm256_load_ps(v);
-}
-
-__m256 load_part(const uint16_t *p, uint32_t n) {
-  alignas(16) uint16_t v[8] = {};
-  std::memcpy(v, p, n * sizeof(uint16_t));
-  return load_f16(v);
 }
 
 void store_part(float *p, __m256 x, uint32_t n) {
@@ -40,11 +30,7 @@ void store_part(float *p, __m256 x, uint32_t n) {
 __m256 load8(const float *p) {
   return _mm256_loadu_ps(p);
 }
-__m256 load8(const uint16_t *p) {
-  return load_f16(p);
-}
-
-template <class B> float dot_any(const float *a, const B *b, uint32_t n) {
+float dot(const float *a, const float *b, uint32_t n) {
   __m256 low = _mm256_setzero_ps(), high = low;
   uint32_t i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -58,13 +44,6 @@ template <class B> float dot_any(const float *a, const B *b, uint32_t n) {
     low = _mm256_fmadd_ps(load_part(a + i, n - i), load_part(b + i, n - i), low);
   }
   return sum16(low, high);
-}
-
-template <class X> void axpy_any(float scale, const X *x, float *y, uint32_t n) {
-  const __m256 factor = _mm256_set1_ps(scale);
-  uint32_t i = 0;
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(y + i, _mm256_fmadd_ps(factor, load8(x + i), load8(y + i)));
-  if (i < n) store_part(y + i, _mm256_fmadd_ps(factor, load_part(x + i, n - i), load_part(y + i, n - i)), n - i);
 }
 
 // out = f(a, b) by elements
@@ -81,22 +60,6 @@ __m256 logistic8(__m256 x) { // x / (1 + exp(-x)) is x times this
 
 } // namespace
 
-float dot(const float *a, const float *b, uint32_t n) {
-  return dot_any(a, b, n);
-}
-
-float dot_f16(const float *a, const uint16_t *b, uint32_t n) {
-  return dot_any(a, b, n);
-}
-
-void axpy(float scale, const float *x, float *y, uint32_t n) {
-  axpy_any(scale, x, y, n);
-}
-
-void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n) {
-  axpy_any(scale, x, y, n);
-}
-
 void scale(float scale, float *y, uint32_t n) {
   const __m256 factor = _mm256_set1_ps(scale);
   uint32_t i = 0;
@@ -104,15 +67,8 @@ void scale(float scale, float *y, uint32_t n) {
   for (; i < n; ++i) y[i] *= scale;
 }
 
-void f32_to_f16(const float *in, uint16_t *out, uint32_t n) {
-  uint32_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(out + i), _mm256_cvtps_ph(load8(in + i), _MM_FROUND_TO_NEAREST_INT));
-  for (; i < n; ++i) out[i] = _cvtss_sh(in[i], _MM_FROUND_TO_NEAREST_INT);
-}
-
 void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n) {
-  const float square = dot_any(x, x, n);
+  const float square = dot(x, x, n);
   const float inverse = 1.0f / __builtin_sqrtf(square / static_cast<float>(n) + eps);
   const __m256 factor = _mm256_set1_ps(inverse);
   uint32_t i = 0;
@@ -144,6 +100,18 @@ void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n) {
 
 void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
   map2(gate, up, out, n, [](__m256 g, __m256 u) { return _mm256_mul_ps(_mm256_mul_ps(g, normal_cdf8(g)), u); });
+}
+
+// tanh |u| = -m / (m + 2) of m = e^(-2 |u|) - 1, which keeps its digits near 0.
+void soft_cap(float *x, float cap, uint32_t n) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), minus_two = _mm256_set1_ps(-2.0f), factor = _mm256_set1_ps(cap);
+  map2(x, x, x, n, [=](__m256 v, __m256) {
+    const __m256 u = _mm256_div_ps(v, factor);
+    const __m256 m =
+        expm1_8(_mm256_max_ps(_mm256_set1_ps(-40.0f), _mm256_mul_ps(_mm256_andnot_ps(sign, u), minus_two)));
+    const __m256 t = _mm256_div_ps(m, _mm256_sub_ps(minus_two, m));
+    return _mm256_mul_ps(factor, _mm256_or_ps(t, _mm256_and_ps(u, sign)));
+  });
 }
 
 float max(const float *x, uint32_t n) {

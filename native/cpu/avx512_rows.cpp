@@ -34,15 +34,9 @@ APU_INLINE float sum64(const __m512 *acc) {
   return sum16(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3])));
 }
 
-APU_INLINE __m512 load_f16(const uint16_t *p, __mmask16 mask) {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
-}
-
-// e^x, relative error below 1e-7, for all floats: r = x - n ln 2, a polynomial for e^r, times 2^n by scalef, which
-// rounds denormals and overflows correctly.
-APU_INLINE __m512 exp16(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_max_ps(_mm512_set1_ps(-120.0f), x)); // a NaN passes
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+// x = n ln 2 + r, |r| <= ln(2) / 2; returns e^r - 1, relative error below 1e-7 of e^r and of r.
+APU_INLINE __m512 reduced_exp(__m512 x, __m512 &n) {
+  n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x); // exact: n has few bits
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
   __m512 p = _mm512_set1_ps(0.0001990965974982828f);
@@ -51,7 +45,14 @@ APU_INLINE __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.04166626185178757f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.1666666716337204f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r);
+  return _mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r);
+}
+
+// e^x, relative error below 1e-7, for all floats: times 2^n by scalef, which rounds denormals and overflows correctly.
+APU_INLINE __m512 exp16(__m512 x) {
+  x = _mm512_min_ps(_mm512_set1_ps(100.0f), _mm512_max_ps(_mm512_set1_ps(-120.0f), x)); // a NaN passes
+  __m512 n;
+  const __m512 p = reduced_exp(x, n);
   return _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), n);
 }
 
@@ -198,6 +199,15 @@ void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const 
   }
 }
 
+void scale(float scale, float *y, uint32_t n) {
+  const __m512 s = _mm512_set1_ps(scale);
+  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
+    _mm512_mask_storeu_ps(y + i, mask, _mm512_mul_ps(s, _mm512_maskz_loadu_ps(mask, y + i)));
+  });
+}
+
+namespace {
+
 float dot(const float *a, const float *b, uint32_t n) {
   __m512 acc[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
   for_each_64(n, [&](uint32_t i, __mmask16 mask, uint32_t j) {
@@ -206,42 +216,7 @@ float dot(const float *a, const float *b, uint32_t n) {
   return sum64(acc);
 }
 
-float dot_f16(const float *a, const uint16_t *b, uint32_t n) {
-  __m512 acc[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-  for_each_64(n, [&](uint32_t i, __mmask16 mask, uint32_t j) {
-    acc[j] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, a + i), load_f16(b + i, mask), acc[j]);
-  });
-  return sum64(acc);
-}
-
-void axpy(float scale, const float *x, float *y, uint32_t n) {
-  const __m512 s = _mm512_set1_ps(scale);
-  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
-    const __m512 v = _mm512_fmadd_ps(s, _mm512_maskz_loadu_ps(mask, x + i), _mm512_maskz_loadu_ps(mask, y + i));
-    _mm512_mask_storeu_ps(y + i, mask, v);
-  });
-}
-
-void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n) {
-  const __m512 s = _mm512_set1_ps(scale);
-  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
-    _mm512_mask_storeu_ps(y + i, mask, _mm512_fmadd_ps(s, load_f16(x + i, mask), _mm512_maskz_loadu_ps(mask, y + i)));
-  });
-}
-
-void scale(float scale, float *y, uint32_t n) {
-  const __m512 s = _mm512_set1_ps(scale);
-  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
-    _mm512_mask_storeu_ps(y + i, mask, _mm512_mul_ps(s, _mm512_maskz_loadu_ps(mask, y + i)));
-  });
-}
-
-void f32_to_f16(const float *in, uint16_t *out, uint32_t n) {
-  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
-    const __m256i halves = _mm512_cvtps_ph(_mm512_maskz_loadu_ps(mask, in + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm256_mask_storeu_epi16(out + i, mask, halves);
-  });
-}
+} // namespace
 
 void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n) {
   const float mean = dot(x, x, n) / static_cast<float>(n);
@@ -283,6 +258,22 @@ void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
     const __m512 lower = _mm512_mul_ps(_mm512_mul_ps(_mm512_set1_ps(0.5f), x), erfc);
     const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
     return _mm512_mask_sub_ps(lower, positive, x, lower);
+  });
+}
+
+// tanh |u| = -m / (m + 2) of m = e^(-2 |u|) - 1, which keeps its digits near 0.
+void soft_cap(float *x, float cap, uint32_t n) {
+  const __m512 one = _mm512_set1_ps(1.0f), minus_two = _mm512_set1_ps(-2.0f), factor = _mm512_set1_ps(cap);
+  for_each_16(n, [=](uint32_t i, __mmask16 mask) {
+    const __m512 u = _mm512_div_ps(_mm512_maskz_loadu_ps(mask, x + i), factor);
+    __m512 exponent;
+    const __m512 p =
+        reduced_exp(_mm512_max_ps(_mm512_set1_ps(-40.0f), _mm512_mul_ps(_mm512_abs_ps(u), minus_two)), exponent);
+    const __m512 power = _mm512_scalef_ps(one, exponent);
+    const __m512 m = _mm512_fmadd_ps(power, p, _mm512_sub_ps(power, one));
+    const __m512 t = _mm512_div_ps(m, _mm512_sub_ps(minus_two, m));
+    const __m512 sign = _mm512_and_ps(u, _mm512_set1_ps(-0.0f));
+    _mm512_mask_storeu_ps(x + i, mask, _mm512_mul_ps(factor, _mm512_or_ps(t, sign)));
   });
 }
 

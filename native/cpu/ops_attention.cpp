@@ -16,7 +16,8 @@ namespace apu::cpu {
 namespace {
 
 constexpr uint32_t kSpan = 256;        // positions; a multiple of the page
-constexpr uint32_t kBlockVectors = 32; // query vectors (rows x heads of one kv head) that share loads of K and V
+constexpr uint32_t kBlockVectors = 36; // query vectors (rows x heads of one kv head) that share loads of K and V:
+                                       // whole groups of the kernels' six
 constexpr uint32_t kMaxSpreadBlocks = 64;
 constexpr size_t kPartialFloor = 16u << 20;
 
@@ -34,23 +35,21 @@ public:
         q_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]), cap_(op.f[1]),
         d_(k_state_.d.head_size), dv_(v_state_.d.head_size), kv_heads_(k_state_.d.heads),
         heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), group_(heads_ / kv_heads_), window_(k_state_.d.window),
-        f16_k_(k_state_.d.dtype == APU_F16), f16_v_(v_state_.d.dtype == APU_F16) {
-    block_rows_ = std::clamp(kBlockVectors / group_, 1u, 16u);
+        softmax_(b.attention()->softmax), k_(*b.attention()->type(k_state_.d.dtype)),
+        v_(*b.attention()->type(v_state_.d.dtype)) {
+    block_rows_ = std::max(kBlockVectors / group_, 1u);
     vectors_ = block_rows_ * group_;
-    padded_ = (vectors_ + kAttentionPad - 1) / kAttentionPad * kAttentionPad;
-    tiles_ = b.attention();
-    if (d_ % tiles_->width || dv_ % tiles_->width) tiles_ = nullptr;
     uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
     if (window_) spans = std::min<uint64_t>(spans, window_ / kSpan + 2);
     Workspace &ws = b.workspace;
     // At least one row of the longest context.
     ws.partial_bytes =
         std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
-    ws.worker_bytes =
-        std::max(ws.worker_bytes,
-                 aligned(size_t(padded_) * d_ * sizeof(float)) +
-                     aligned(size_t(padded_) * kPageTokens * sizeof(float)) + 2 * aligned(vectors_ * sizeof(uint32_t)) +
-                     2 * aligned(vectors_ * sizeof(Softmax)) + 2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
+    ws.worker_bytes = std::max(ws.worker_bytes,
+                               aligned(size_t(vectors_) * d_ * sizeof(float)) + aligned(query_bytes(vectors_, d_)) +
+                                   aligned(size_t(vectors_) * kPageTokens * sizeof(float)) + aligned(work_bytes()) +
+                                   2 * aligned(vectors_ * sizeof(uint32_t)) + 2 * aligned(vectors_ * sizeof(Softmax)) +
+                                   2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
   }
 
   void run(Worker &worker, Run &run) override {
@@ -62,8 +61,10 @@ public:
     }
     Bump scratch = run.scratch(worker);
     Call c{run,
-           scratch.take<float>(size_t(padded_) * d_),
-           scratch.take<float>(size_t(padded_) * kPageTokens),
+           scratch.take<float>(size_t(vectors_) * d_),
+           scratch.bytes(query_bytes(vectors_, d_)),
+           scratch.take<float>(size_t(vectors_) * kPageTokens),
+           reinterpret_cast<float *>(scratch.bytes(work_bytes())),
            scratch.take<uint32_t>(vectors_),
            scratch.take<uint32_t>(vectors_),
            scratch.take<Softmax>(vectors_),
@@ -109,7 +110,9 @@ private:
   struct Call { // one worker's buffers
     Run &run;
     float *q;        // (vectors, d) times the scale
+    void *query;     // the same as the scores' kernel wants it
     float *scores;   // (vectors, 128)
+    float *work;     // the kernels'
     uint32_t *begin; // (vectors) rows of the page that each one sees
     uint32_t *end;
     Softmax *part;    // (vectors)
@@ -118,6 +121,7 @@ private:
     float *total_acc; // (vectors, dv)
   };
 
+  size_t work_bytes() const { return cpu::work_bytes(std::max(d_, dv_)); }
   size_t partial_floats() const { return size_t(vectors_) * (dv_ + 2); }
 
   Block find_block(const StepCopy &step, uint32_t index) const {
@@ -150,6 +154,7 @@ private:
       float *to = c.q + size_t(r) * group_ * d_;
       for (uint32_t i = 0; i < group_ * d_; ++i) to[i] = from[i] * scale_;
     }
+    k_.prepare(c.q, b.count * group_, d_, c.query);
   }
 
   // Softmax state and accumulator of every vector of the block over one span; empty where a row sees none of it.
@@ -175,66 +180,18 @@ private:
           first = std::min(first, c.begin[i]), last = std::max(last, c.end[i]);
       }
       if (first >= last) continue;
-      scores(kernels, c, plane(k_state_, page, head), n, first, last);
+      k_.scores(c.query, n, k_state_.head(page, head), d_, first, last, c.scores, c.work);
       for (uint32_t i = 0; i < n; ++i) {
         if (c.begin[i] == c.end[i]) continue;
         float *s = c.scores + size_t(i) * kPageTokens + c.begin[i];
         uint32_t count = c.end[i] - c.begin[i];
-        if (cap_ != 0)
-          for (uint32_t j = 0; j < count; ++j) s[j] = cap_ * std::tanh(s[j] / cap_);
-        float max = std::max(state[i].max, kernels.max(s, count));
-        float shrink = std::exp(state[i].max - max);
-        state[i] = {max, state[i].sum * shrink + kernels.exp_sum(s, max, count)};
+        if (cap_ != 0) kernels.soft_cap(s, cap_, count);
+        float sum, max = softmax_(s, count, state[i].max, &sum);
+        float shrink = state[i].max == max ? 1 : std::exp(state[i].max - max);
+        state[i] = {max, state[i].sum * shrink + sum};
         if (shrink != 1) kernels.scale(shrink, acc + size_t(i) * dv_, dv_);
       }
-      values(kernels, c, plane(v_state_, page, head), n, acc);
-    }
-  }
-
-  static const uint8_t *plane(const State &s, uint64_t page, uint32_t head) {
-    return reinterpret_cast<const uint8_t *>(s.d.address + page * s.d.page_bytes +
-                                             uint64_t(head) * kPageTokens * s.d.head_size * s.element_bytes);
-  }
-
-  // Head sizes that are no multiple of the registers go one dot product at a time.
-  void scores(const KernelTable &kernels, const Call &c, const uint8_t *k, uint32_t n, uint32_t first,
-              uint32_t last) const {
-    const float *f32 = reinterpret_cast<const float *>(k);
-    const uint16_t *f16 = reinterpret_cast<const uint16_t *>(k);
-    if (tiles_) {
-      if (f16_k_)
-        tiles_->scores_f16(c.q, n, f16, d_, first, last, c.scores);
-      else
-        tiles_->scores(c.q, n, f32, d_, first, last, c.scores);
-      return;
-    }
-    for (uint32_t i = 0; i < n; ++i) {
-      const float *q = c.q + size_t(i) * d_;
-      float *s = c.scores + size_t(i) * kPageTokens;
-      for (uint32_t j = c.begin[i]; j < c.end[i]; ++j)
-        s[j] = f16_k_ ? kernels.dot_f16(q, f16 + size_t(j) * d_, d_) : kernels.dot(q, f32 + size_t(j) * d_, d_);
-    }
-  }
-
-  void values(const KernelTable &kernels, const Call &c, const uint8_t *v, uint32_t n, float *acc) const {
-    const float *f32 = reinterpret_cast<const float *>(v);
-    const uint16_t *f16 = reinterpret_cast<const uint16_t *>(v);
-    if (tiles_) {
-      if (f16_v_)
-        tiles_->values_f16(c.scores, n, f16, dv_, c.begin, c.end, acc);
-      else
-        tiles_->values(c.scores, n, f32, dv_, c.begin, c.end, acc);
-      return;
-    }
-    for (uint32_t i = 0; i < n; ++i) {
-      const float *s = c.scores + size_t(i) * kPageTokens;
-      float *to = acc + size_t(i) * dv_;
-      for (uint32_t j = c.begin[i]; j < c.end[i]; ++j) {
-        if (f16_v_)
-          kernels.axpy_f16(s[j], f16 + size_t(j) * dv_, to, dv_);
-        else
-          kernels.axpy(s[j], f32 + size_t(j) * dv_, to, dv_);
-      }
+      v_.values(c.scores, n, v_state_.head(page, head), dv_, c.begin, c.end, acc, c.work);
     }
   }
 
@@ -256,7 +213,8 @@ private:
         continue;
       }
       float max = std::max(total[i].max, part[i].max);
-      float a = std::exp(total[i].max - max), b = std::exp(part[i].max - max);
+      float a = total[i].max == max ? 1 : std::exp(total[i].max - max);
+      float b = part[i].max == max ? 1 : std::exp(part[i].max - max);
       total[i] = {max, total[i].sum * a + part[i].sum * b};
       for (uint32_t j = 0; j < dv_; ++j) to[j] = to[j] * a + from[j] * b;
     }
@@ -297,13 +255,14 @@ private:
     };
     {
       Split split(worker, total * kv_heads_, 1);
+      uint32_t loaded = kMaxUnits; // block and head whose queries are in the buffers
       for (uint32_t begin, end; split.next(begin, end);) {
         for (uint32_t u = begin; u < end; ++u) {
           if (c.run.stopping()) break;
           uint32_t index = u % total, head = u / total, b = 0;
           while (index >= first[b + 1]) ++b;
           float *to = partial(index, head);
-          load_queries(c, blocks[b], head);
+          if (loaded != head * count + b) load_queries(c, blocks[b], head), loaded = head * count + b;
           uint32_t span = spans(step, blocks[b]).first + index - first[b];
           attend(c, blocks[b], head, span, reinterpret_cast<Softmax *>(to), to + 2 * vectors_);
         }
@@ -333,9 +292,9 @@ private:
   const float *sinks_;              // (H) or null
   float scale_, cap_;
   uint32_t d_, dv_, kv_heads_, heads_, group_, window_;
-  bool f16_k_, f16_v_;
-  uint32_t block_rows_, vectors_, padded_;
-  const AttentionKernels *tiles_; // null when a head size is no multiple of their width
+  float (*softmax_)(float *, uint32_t, float, float *);
+  const AttentionKernels::Type &k_, &v_;
+  uint32_t block_rows_, vectors_;
 };
 
 } // namespace

@@ -8,7 +8,6 @@
 
 #include "common.h"
 
-#include <cmath>
 #include <cstring>
 
 namespace apu::cpu {
@@ -148,8 +147,7 @@ private:
       for (size_t t = 0; t < tn; ++t) {
         float *y = c.tile + t * width, *to = out + t * s.n;
         if (activation_) activation_(y, c.tile2 + t * width, y, width);
-        if (cap_ != 0)
-          for (uint32_t n = 0; n < width; ++n) y[n] = cap_ * std::tanh(y[n] / cap_);
+        if (cap_ != 0) c.run.kernels->soft_cap(y, cap_, width);
         if (residual_) {
           const float *r = residual_ + (t0 + t) * s.n + begin; // may be out itself
           for (uint32_t n = 0; n < width; ++n) to[n] = r[n] + y[n];

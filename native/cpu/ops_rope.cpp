@@ -76,7 +76,8 @@ public:
         q_(b.scratch(op.in[0])), k_(b.scratch(op.in[1])), v_(b.scratch(op.in[2])), q_norm_(b.vector(op.w[0])),
         k_norm_(b.vector(op.w[1])), eps_(op.f[0]), halves_(op.i[1] == APU_ROPE_HALVES), pairs_(uint32_t(op.i[0]) / 2),
         d_(k_state_.d.head_size), dv_(v_state_.d.head_size), heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)),
-        kv_heads_(k_state_.d.heads) {
+        kv_heads_(k_state_.d.heads), store_k_(b.attention()->type(k_state_.d.dtype)->store_k),
+        store_v_(b.attention()->type(v_state_.d.dtype)->store_v) {
     if (pairs_) table_ = b.rope(op);
     b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, aligned(d_ * sizeof(float)));
   }
@@ -96,8 +97,10 @@ public:
         } else {
           h -= heads_;
           finish(run, t, k_ + (t * kv_heads_ + h) * d_, k_norm_, head);
-          store(run, k_state_, t, h, head, d_);
-          store(run, v_state_, t, h, v_ + (t * kv_heads_ + h) * dv_, dv_);
+          const apu_row &row = run.step.rows[t];
+          uint64_t page = run.step.page_table(row.sequence, k_state_.d.group)[row.position / kPageTokens];
+          store_k_(head, d_, row.position % kPageTokens, k_state_.head(page, h));
+          store_v_(v_ + (t * kv_heads_ + h) * dv_, dv_, row.position % kPageTokens, v_state_.head(page, h));
         }
       }
     }
@@ -116,18 +119,6 @@ private:
     (halves_ ? rotate_halves : rotate_pairs)(out, table.cos + t * pairs_, table.sin + t * pairs_, pairs_);
   }
 
-  static void store(const Run &run, const State &state, size_t t, uint32_t head, const float *x, uint32_t n) {
-    const apu_row &row = run.step.rows[t];
-    uint64_t page = run.step.page_table(row.sequence, state.d.group)[row.position / kPageTokens];
-    uint64_t element = (uint64_t(head) * kPageTokens + row.position % kPageTokens) * n;
-    uint8_t *to =
-        reinterpret_cast<uint8_t *>(state.d.address + page * state.d.page_bytes + element * state.element_bytes);
-    if (state.d.dtype == APU_F16)
-      run.kernels->f32_to_f16(x, reinterpret_cast<uint16_t *>(to), n);
-    else
-      std::memcpy(to, x, n * sizeof(float));
-  }
-
   const State &k_state_, &v_state_; // pages (K, 128, d)
   float *q_;                        // (T, H, d)
   const float *k_;                  // (T, K, d)
@@ -138,6 +129,8 @@ private:
   uint32_t pairs_;
   uint32_t d_, dv_;
   uint32_t heads_, kv_heads_;
+  void (*store_k_)(const float *, uint32_t, uint32_t, uint8_t *);
+  void (*store_v_)(const float *, uint32_t, uint32_t, uint8_t *);
   uint32_t table_ = 0;
 };
 

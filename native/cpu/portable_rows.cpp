@@ -15,7 +15,7 @@ namespace apu::cpu::portable {
 
 namespace {
 
-using quant::f16_to_f32, quant::kFloatLanes;
+using quant::kFloatLanes;
 
 // Rounded to nearest even; subnormals, infinities and NaN are kept.
 uint16_t to_f16(float f) {
@@ -52,22 +52,6 @@ template <class Term> float sum_terms(uint32_t n, Term term) {
 
 } // namespace
 
-float dot(const float *a, const float *b, uint32_t n) {
-  return sum_terms(n, [=](uint32_t i) { return a[i] * b[i]; });
-}
-
-float dot_f16(const float *a, const uint16_t *b, uint32_t n) {
-  return sum_terms(n, [=](uint32_t i) { return a[i] * f16_to_f32(b[i]); });
-}
-
-void axpy(float scale, const float *x, float *y, uint32_t n) {
-  for (uint32_t i = 0; i < n; ++i) y[i] += scale * x[i];
-}
-
-void axpy_f16(float scale, const uint16_t *x, float *y, uint32_t n) {
-  for (uint32_t i = 0; i < n; ++i) y[i] += scale * f16_to_f32(x[i]);
-}
-
 void scale(float scale, float *y, uint32_t n) {
   for (uint32_t i = 0; i < n; ++i) y[i] *= scale;
 }
@@ -103,6 +87,10 @@ void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n) {
 void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
   constexpr float kRootHalf = 0.70710678118654752f;
   for (uint32_t i = 0; i < n; ++i) out[i] = 0.5f * gate[i] * std::erfc(-kRootHalf * gate[i]) * up[i];
+}
+
+void soft_cap(float *x, float cap, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) x[i] = cap * std::tanh(x[i] / cap);
 }
 
 float max(const float *x, uint32_t n) {

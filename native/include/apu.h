@@ -176,9 +176,12 @@ typedef struct apu_state {
   uint32_t kind;
   uint32_t dtype;
   int32_t layer;
-  uint32_t group;         /* states of one group share page tables or slots: a page id is valid in all of them */
-  uint32_t rows_per_page; /* paged: a page is (heads, rows_per_page, head_size) and spans 128 tokens */
-  uint32_t window;        /* tokens a query may look back, itself included; 0 = all */
+  uint32_t group; /* states of one group share page tables or slots: a page id is valid in all of them */
+  /* paged: a page spans 128 tokens and holds `heads` parts of rows_per_page rows of head_size elements. The order of
+   * the elements in a part is the device's own, which is to say its ops' (CPU: native/cpu/attention_kernels.h); Q8_0
+   * has 34 bytes for 32 elements, as in a file. */
+  uint32_t rows_per_page;
+  uint32_t window; /* tokens a query may look back, itself included; 0 = all */
   uint32_t heads;
   uint32_t head_size;
   uint64_t address;    /* of page or slot 0, device */
@@ -205,7 +208,8 @@ enum {
    * (i0 / 2) or none. i0 rotary dims, i1 APU_ROPE_*, i2 original context of YaRN; f1 base, f2 frequency scale,
    * f3 YaRN extrapolation mix (0: none), f4 magnitude, f5 beta_fast, f6 beta_slow. */
   APU_OP_ROPE_STORE = 4,
-  /* out0 (T,H*d) = softmax(f0 * q k^T) v over the row's sequence up to its position. in0 q (T,H,d), state0 k, state1 v.
+  /* out0 (T,H*d) = softmax(f0 * q k^T) v over the row's sequence up to its position. in0 q (T,H,d), state0 k, state1 v,
+   * F32, F16 or Q8_0.
    * f1 soft cap of the scores, 0 for none; w0 sinks (H) or none. The window is the state's. */
   APU_OP_ATTENTION = 5,
   /* out0 (O,D) = rms(in0[row of each output]; f0 = eps) * w0; copied to apu_output.hidden where asked. */

@@ -158,7 +158,8 @@ public:
     return nullptr;
   }
 
-  // Key and value state of an attention op: pages of 128 rows in F32 or F16, of one group and one number of heads.
+  // Key and value state of an attention op: pages of 128 rows in F32, F16 or Q8_0, of one group and one number of
+  // heads.
   apu_status kv_states() const {
     for (int i = 0; i < 2; ++i) {
       if (op_.state[i] == APU_NONE) return bad("state%d is missing", i);
@@ -167,8 +168,8 @@ public:
       if (s.d.rows_per_page != kPageTokens)
         return bad("state%d \"%s\": expected %u rows a page, found %u", i, s.name.c_str(), kPageTokens,
                    s.d.rows_per_page);
-      if (s.d.dtype != APU_F32 && s.d.dtype != APU_F16)
-        return bad("state%d \"%s\": expected F32 or F16, found %s (%u)", i, s.name.c_str(), dtype_name(s.d.dtype),
+      if (s.d.dtype != APU_F32 && s.d.dtype != APU_F16 && s.d.dtype != APU_Q8_0)
+        return bad("state%d \"%s\": expected F32, F16 or Q8_0, found %s (%u)", i, s.name.c_str(), dtype_name(s.d.dtype),
                    s.d.dtype);
     }
     const State &k = info_.states[size_t(op_.state[0])], &v = info_.states[size_t(op_.state[1])];

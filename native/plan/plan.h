@@ -35,9 +35,12 @@ struct Tensor {
 struct State {
   apu_state d;
   std::string name;
-  uint32_t element_bytes = 0;
+  uint64_t row_bytes = 0;       // of one head's row
   uint64_t unit_bytes() const { // of a page, or of a slot with all its versions
     return d.kind == APU_STATE_FIXED ? d.page_bytes * d.versions : d.page_bytes;
+  }
+  uint8_t *head(uint64_t page, uint32_t index) const { // one head's part of a page
+    return reinterpret_cast<uint8_t *>(d.address + page * d.page_bytes + index * d.rows_per_page * row_bytes);
   }
 };
 

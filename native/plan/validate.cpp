@@ -117,13 +117,15 @@ apu_status check_state(const apu_plan_desc &desc, uint32_t index, State &s, std:
   if (s.d.kind > APU_STATE_FIXED) return fail(APU_E_INVALID, "state \"%s\": unknown kind %u", name, s.d.kind);
   if (s.d.group >= desc.group_count)
     return fail(APU_E_INVALID, "state \"%s\": group %u, but there are %u", name, s.d.group, desc.group_count);
-  s.element_bytes = uint32_t(cpu::row_bytes(s.d.dtype, 1));
-  if (s.element_bytes == 0)
-    return fail(APU_E_UNSUPPORTED, "state \"%s\": dtype %s (%u) is not supported", name, dtype_name(s.d.dtype),
-                s.d.dtype);
+  if (*dtype_name(s.d.dtype) == '?')
+    return fail(APU_E_UNSUPPORTED, "state \"%s\": dtype %u is not supported", name, s.d.dtype);
   if (s.d.heads == 0 || s.d.head_size == 0 || s.d.page_count == 0)
     return fail(APU_E_INVALID, "state \"%s\": %u heads of %u elements in %u pages: expected at least 1 of each", name,
                 s.d.heads, s.d.head_size, s.d.page_count);
+  s.row_bytes = cpu::row_bytes(s.d.dtype, s.d.head_size);
+  if (s.row_bytes == 0)
+    return fail(APU_E_UNSUPPORTED, "state \"%s\": heads of %u elements are not whole blocks of %s", name, s.d.head_size,
+                dtype_name(s.d.dtype));
   uint64_t rows = 1;
   if (s.d.kind == APU_STATE_PAGED) {
     rows = s.d.rows_per_page;
@@ -134,13 +136,13 @@ apu_status check_state(const apu_plan_desc &desc, uint32_t index, State &s, std:
     return fail(APU_E_INVALID, "state \"%s\": 0 versions, expected at least 1", name);
   }
   uint64_t need, extent;
-  if (__builtin_mul_overflow(uint64_t(s.d.heads) * s.d.head_size, rows * s.element_bytes, &need) ||
-      s.d.page_bytes < need)
+  if (__builtin_mul_overflow(s.d.heads * rows, s.row_bytes, &need) || s.d.page_bytes < need)
     return fail(APU_E_INVALID, "state \"%s\": pages of %llu bytes, expected at least %llu", name, u64(s.d.page_bytes),
                 u64(need));
-  if (s.d.page_bytes % s.element_bytes != 0 || s.d.address % s.element_bytes != 0 || s.d.address == 0)
-    return fail(APU_E_INVALID, "state \"%s\": address %llx or page size %llu is 0 or no multiple of %u", name,
-                u64(s.d.address), u64(s.d.page_bytes), s.element_bytes);
+  const uint64_t element = cpu::is_quantized(s.d.dtype) ? 2 : cpu::row_bytes(s.d.dtype, 1); // a block's scale
+  if (s.d.page_bytes % element != 0 || s.d.address % element != 0 || s.d.address == 0)
+    return fail(APU_E_INVALID, "state \"%s\": address %llx or page size %llu is 0 or no multiple of %llu", name,
+                u64(s.d.address), u64(s.d.page_bytes), u64(element));
   uint64_t units = uint64_t(s.d.page_count) * (s.d.kind == APU_STATE_FIXED ? s.d.versions : 1);
   if (__builtin_mul_overflow(units, s.d.page_bytes, &extent) || __builtin_add_overflow(extent, s.d.address, &extent))
     return fail(APU_E_INVALID, "state \"%s\": its pages wrap around the address space", name);

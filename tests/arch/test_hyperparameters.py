@@ -236,6 +236,16 @@ def test_kv_type_and_page_counts(tmp_path: Path) -> None:
     assert windowed.page_count == 2 * 2  # 24 + 63 tokens lie on at most two pages
     assert full.page_bytes_total == 2 * 128 * 32 * 2
     assert {state.dtype for state in spec.states} == {lib.APU_F16}
+    spec = arch.plan(model, arch.PlanOptions(ctx=4000, kv_type="q8_0"))
+    assert arch.groups(spec)[0].page_bytes_total == 2 * 128 * 34  # of 32 elements
+
+
+def test_heads_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    model = open_model(tiny_llama_gguf(tmp_path / "model.gguf").path)  # heads of 16
+    with pytest.raises(
+        ConfigError, match=r"q8_0 stores blocks of 32 elements, but the heads of .*gguf have 16; use f16"
+    ):
+        arch.plan(model, arch.PlanOptions(ctx=8, kv_type="q8_0"))
 
 
 def test_every_kernel_type_is_accepted(device: Any) -> None:

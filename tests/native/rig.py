@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from apu_engine._native import NO_PAGE, NONE, PAGE_TOKENS, Device, check, ffi, lib
 
 Array = NDArray[Any]
+Q8_0 = "q8_0"
+KEY_TILE, KEY_TILE_Q8, VALUE_TILE_Q8 = 64, 16, 32
 DTYPES: dict[Any, int] = {np.dtype(np.float32): lib.APU_F32, np.dtype(np.float16): lib.APU_F16}
 STEP: int = lib.APU_ROWS_STEP
 OUTPUT: int = lib.APU_ROWS_OUTPUT
@@ -100,16 +102,25 @@ class Rig:
         return len(self.tensors) - 1
 
     def state(
-        self, name: str, heads: int, size: int, pages: int, *, dtype: Any = np.float32, window: int = 0, group: int = 0
+        self,
+        name: str,
+        heads: int,
+        size: int,
+        pages: int,
+        *,
+        dtype: Any = np.float32,
+        window: int = 0,
+        group: int = 0,
+        keys: bool = False,
     ) -> int:
-        """A paged state; its memory is `memory(id)`, (pages, heads, 128, size), poisoned with NaN."""
-        data = np.full((pages, heads, PAGE_TOKENS, size), np.nan, dtype)
+        """A paged state of keys or values; its memory is `memory(id)`, poisoned with NaN."""
+        data = blank(pages, heads, size, dtype)
         self.keep.append(data)
         self.groups = max(self.groups, group + 1)
         self.states.append(
             {
                 "kind": lib.APU_STATE_PAGED,
-                "dtype": DTYPES[data.dtype],
+                "dtype": lib.APU_Q8_0 if dtype == Q8_0 else DTYPES[data.dtype],
                 "layer": 0,
                 "group": group,
                 "rows_per_page": PAGE_TOKENS,
@@ -122,6 +133,8 @@ class Rig:
                 "versions": 1,
                 "name": name,
                 "data": data,
+                "keys": keys,
+                "type": dtype,
             }
         )
         return len(self.states) - 1
@@ -129,6 +142,17 @@ class Rig:
     def memory(self, state: int) -> Array:
         out: Array = self.states[state]["data"]
         return out
+
+    def held(self, state: int) -> Array:
+        """What a state holds, (pages, heads, 128, d) float64."""
+        item = self.states[state]
+        return decode(item["data"], item["head_size"], item["keys"])
+
+    def fill(self, state: int, values: Array) -> Array:
+        """Stores plain rows (pages, heads, 128, d) and returns what of them is held."""
+        item = self.states[state]
+        item["data"][...] = encode(values, item["type"], item["keys"])
+        return self.held(state)
 
     def op(
         self,
@@ -194,7 +218,7 @@ class Plan:
             names += name.encode() + b"\0"
 
         def resolve(item: dict[str, Any]) -> dict[str, Any]:
-            out = {key: value for key, value in item.items() if key != "data"}
+            out = {key: value for key, value in item.items() if key not in ("data", "keys", "type")}
             if "name" in out:
                 out["name"] = item.get("name_offset", offsets[item["name"]])
                 out.pop("name_offset", None)
@@ -368,6 +392,68 @@ class Step:
         )
 
 
+# ---- pages of keys and values ----
+# The layouts of native/cpu/attention_kernels.h, to and from plain rows (pages, heads, 128, d). F32 and F16 pages are
+# arrays of that shape whose elements stand in the layout's order; Q8_0 pages bytes (pages, heads, 128 * d / 32 * 34).
+
+
+def blank(pages: int, heads: int, size: int, dtype: Any) -> Array:
+    """Pages in which every number is NaN."""
+    if dtype == Q8_0:
+        return np.full((pages, heads, PAGE_TOKENS * size // 32 * 34), 0xFF, np.uint8)
+    return np.full((pages, heads, PAGE_TOKENS, size), np.nan, dtype)
+
+
+def quantize(x: Array) -> tuple[Array, Array]:
+    """Of rows (..., d): int8 (..., d) and F16 scales (..., d/32), rounded as the stores are."""
+    blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, 32)
+    scales = np.minimum(np.abs(blocks).max(-1) / np.float32(127), np.float32(65504)).astype(np.float16)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(scales == 0, 0, np.float32(1) / scales.astype(np.float32))[..., None]
+    return np.clip(np.rint(blocks * inverse), -127, 127).astype(np.int8).reshape(x.shape), scales
+
+
+def dequantize(q: Array, scales: Array) -> Array:
+    """(..., d) float64."""
+    out: Array = q.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
+    return out
+
+
+def encode(x: Array, dtype: Any, keys: bool) -> Array:
+    """Pages of plain float rows x."""
+    pages, heads, rows, size = x.shape
+    if dtype != Q8_0:
+        x = x.astype(dtype)
+        if not keys:
+            return x
+        tiles = x.reshape(pages, heads, -1, KEY_TILE, size).swapaxes(3, 4)
+        return np.ascontiguousarray(tiles).reshape(x.shape)
+    tile = KEY_TILE_Q8 if keys else VALUE_TILE_Q8
+    q, scales = (a.reshape(pages, heads, rows // tile, tile, -1) for a in quantize(x))
+    if keys:
+        q = q.reshape(*q.shape[:-1], -1, 4).swapaxes(3, 4)
+    flat = np.ascontiguousarray(q).reshape(pages, heads, rows // tile, -1).view(np.uint8)
+    tail = np.ascontiguousarray(scales.swapaxes(3, 4)).reshape(pages, heads, rows // tile, -1).view(np.uint8)
+    return np.concatenate([flat, tail], -1).reshape(pages, heads, -1)
+
+
+def decode(data: Array, size: int, keys: bool) -> Array:
+    """Plain rows (pages, heads, 128, d) in float64 of pages of head size `size`."""
+    pages, heads = data.shape[:2]
+    shape = (pages, heads, PAGE_TOKENS, size)
+    if data.dtype != np.uint8:
+        if keys:
+            data = data.reshape(pages, heads, -1, size, KEY_TILE).swapaxes(3, 4).reshape(shape)
+        return data.astype(np.float64)
+    tile = KEY_TILE_Q8 if keys else VALUE_TILE_Q8
+    tiles = data.reshape(pages, heads, PAGE_TOKENS // tile, -1)
+    q = np.ascontiguousarray(tiles[..., : tile * size]).view(np.int8)
+    if keys:
+        q = q.reshape(*q.shape[:3], size // 4, tile, 4).swapaxes(3, 4)
+    scales = np.ascontiguousarray(tiles[..., tile * size :]).view(np.float16).reshape(*q.shape[:3], -1, tile)
+    return dequantize(q.reshape(shape), scales.swapaxes(3, 4).reshape(*shape[:3], -1))
+
+
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """float64 reference over the last axis."""
     x = x.astype(np.float64)
@@ -375,4 +461,17 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     return out if weight is None else out * weight.astype(np.float64)
 
 
-__all__ = ["NONE", "NO_PAGE", "OUTPUT", "PAGE_TOKENS", "STEP", "Plan", "Rig", "Step", "rms_norm"]
+__all__ = [
+    "NONE",
+    "NO_PAGE",
+    "OUTPUT",
+    "PAGE_TOKENS",
+    "Q8_0",
+    "STEP",
+    "Plan",
+    "Rig",
+    "Step",
+    "decode",
+    "encode",
+    "rms_norm",
+]

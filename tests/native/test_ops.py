@@ -259,7 +259,7 @@ def test_rope_store(workers: Device, variant: str, kv: type[np.floating], halves
     q, k, v = random(64, heads * d), random(64, kv_heads * d, seed=2), random(64, kv_heads * dv, seed=3)
     rig = Rig()
     tq, tk, tv = rig.input(q, "q"), rig.input(k, "k"), rig.input(v, "v")
-    sk, sv = rig.state("k", kv_heads, d, 5, dtype=kv), rig.state("v", kv_heads, dv, 5, dtype=kv)
+    sk, sv = rig.state("k", kv_heads, d, 5, dtype=kv, keys=True), rig.state("v", kv_heads, dv, 5, dtype=kv)
     dims = {"partial": 32, "none": 0}.get(variant, d)
     norms = [random(d, seed=4), random(d, seed=5)] if variant == "norms" else [None, None]
     factors = 1 + np.abs(random(dims // 2, seed=6)) if variant == "factors" else None
@@ -291,10 +291,10 @@ def test_rope_store(workers: Device, variant: str, kv: type[np.floating], halves
             rotated.append(rotate(y, positions, frequency, magnitude, halves))
         np.testing.assert_allclose(plan.read(tq, 4).reshape(4, heads, d), rotated[0], atol=1e-5)
         tolerance = 1e-5 if kv is np.float32 else 4e-3
-        for memory, expected in ((rig.memory(sk), rotated[1]), (rig.memory(sv), v[tokens].reshape(4, kv_heads, dv))):
+        for memory, expected in ((rig.held(sk), rotated[1]), (rig.held(sv), v[tokens].reshape(4, kv_heads, dv))):
             for i, (page, row) in enumerate([(4, 126), (4, 127), (2, 0), (1, 2)]):
                 np.testing.assert_allclose(memory[page, :, row], expected[i], atol=tolerance)
-            written = np.isfinite(memory.astype(np.float32)).all((1, 3))
+            written = np.isfinite(memory).all((1, 3))
             assert written.sum() == 4  # and nothing else
 
 

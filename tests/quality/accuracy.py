@@ -2,7 +2,7 @@
 
 The oracle is transformers' own model in float32 on the weights that the file holds, dequantised by the gguf package.
 Logits of a thousand rows are gigabytes, so everything goes by blocks of rows: the oracle's final hidden states are
-kept (T, D), and for each block its logits, ours at every precision and a recorded peer's are made, compared and
+kept (T, D), and for each block its logits, ours in every variant and a recorded peer's are made, compared and
 dropped.
 """
 
@@ -28,6 +28,7 @@ from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import ModelFile
 from models import TinyModel
 
+VARIANTS: dict[str, dict[str, str]] = {"default": {}, "exact": {"precision": "exact"}}
 BLOCK = 128  # rows compared at a time: 134 MB of logits per source for a vocabulary of 262,144
 
 
@@ -92,19 +93,21 @@ def compare(
     path: Path,
     ids: Sequence[int],
     device: Device,
-    precisions: Sequence[str] = ("default", "exact"),
+    variants: Mapping[str, Mapping[str, str]] = VARIANTS,
     peers: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> dict[str, Agreement]:
-    """Agreement with the oracle of each precision of ours and of each peer's logits (T or more, V), by name.
+    """Agreement with the oracle of each variant of ours (plan options) and each peer's logits (T or more, V), by name.
 
     Blocks of `BLOCK` rows are prefilled one after the other into the same sequence, from position 0.
     """
-    names = [*precisions, *(peers or {})]
+    names = [*variants, *(peers or {})]
     parts: dict[str, list[Agreement]] = {name: [] for name in names}
     with ExitStack() as stack:
         oracle = Oracle(path, ids)
         ctx = -(-len(ids) // BLOCK) * BLOCK
-        ours = {p: stack.enter_context(running(path, device, ctx=ctx, precision=p)) for p in precisions}
+        ours = {
+            name: stack.enter_context(running(path, device, ctx=ctx, **options)) for name, options in variants.items()
+        }
         for first in range(0, len(ids), BLOCK):
             last = min(first + BLOCK, len(ids))
             expected = oracle.logits(first, last)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from accuracy import compare
+from accuracy import VARIANTS, compare
 
 from apu_engine._native import Device
 
@@ -29,10 +29,12 @@ def test_logits_are_no_worse_than_llama_cpps(
     fixture: str, request: pytest.FixtureRequest, prose: Callable[[Path, int], list[int]], device: Device
 ) -> None:
     path: Path = request.getfixturevalue(fixture)
-    found = compare(path, prose(path, TOKENS), device)
+    found = compare(path, prose(path, TOKENS), device, VARIANTS | {"q8_0 cache": {"kv_type": "q8_0"}})
     peer_kl, peer_same = LLAMA_CPP[fixture]
     default, exact = found["default"], found["exact"]
     assert default.mean_kl <= peer_kl
     assert default.same.sum() >= peer_same
     assert exact.mean_kl <= 1e-4
+    assert found["q8_0 cache"].mean_kl <= peer_kl  # the peer's is F16
+    assert found["q8_0 cache"].same.sum() >= peer_same
     assert exact.same.sum() >= default.same.sum()

@@ -1,4 +1,8 @@
-"""Greedy answers of SmolLM2 to questions that it can answer: right, and ended by the model itself."""
+"""Greedy answers of SmolLM2 to questions that it can answer: right, and ended by the model itself.
+
+The questions are such that in float the first token leads by a logit: the bare question for the capital leads by 0.08,
+less than the rounding of activations moves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def smollm2(smollm2_path: Path) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("question", "word"),
     [
-        ("What is the capital of France?", "Paris"),
+        ("What is the capital of France? Answer in one sentence.", "Paris"),
         ("How many days are there in a week?", "7"),
         ("What is 2 + 2?", "4"),
         ("Name the largest ocean on Earth.", "Pacific"),
