@@ -85,12 +85,13 @@ template <class B, int T, class W> APU_INLINE void accumulate(const W &w, const 
   }
 }
 
-// R neighbouring rows of the matrix at a time, begin to end (a multiple of R rows). `ends` holds the last group's
-// activations with its first four blocks twice: where rows end in at most four blocks (K = 576, 640), the ends of two
-// rows make one group.
+// R rows of the matrix at a time, `apart` rows from each other, begin to end (a multiple of R rows). Two streams far
+// apart are read faster than one, by 10 to 20%, as the prefetchers stop at the end of a page; three or four are slower.
+// `ends` holds the last group's activations with its first four blocks twice: where rows end in at most four blocks
+// (K = 576, 640), the ends of two rows make one group.
 template <class B, int T, int R>
 __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Packed &ends, uint32_t begin, uint32_t end,
-                                    float *y, size_t y_stride) {
+                                    uint32_t apart, float *y, size_t y_stride) {
   using G = Group<B>;
   const size_t full = w.k / kGroup;
   const int rest = static_cast<int>(w.k % kGroup / kBlock); // blocks of the last group; 0 for K-quants
@@ -98,13 +99,14 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
   const uint8_t *row = w.data + begin * w.row_stride;
   const auto *limit = reinterpret_cast<const char *>(w.data + end * w.row_stride);
   const ptrdiff_t jump = w.next ? reinterpret_cast<const char *>(w.next) - limit : 0;
-  for (uint32_t n = begin; n < end; n += R, row += R * w.row_stride, y += R) {
+  const uint32_t step = apart < R ? R : 1;
+  for (uint32_t i = 0; i < (end - begin) / R; i++, row += step * w.row_stride, y += step) {
     __m256 acc[R][T];
     const uint8_t *p[R];
 #pragma GCC unroll 2
     for (int r = 0; r < R; r++) {
       for (int t = 0; t < T; t++) acc[r][t] = _mm256_setzero_ps();
-      p[r] = row + r * w.row_stride;
+      p[r] = row + r * apart * w.row_stride;
 #pragma GCC unroll 1
       for (size_t g = 0; g < full; g++, p[r] += G::kBytes) {
         const char *ahead = reinterpret_cast<const char *>(p[r]) + kPrefetch<B>;
@@ -114,7 +116,7 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
       }
     }
     if constexpr (Traits<B>::elements != kSuperblock) {
-      if constexpr (R == 2) {
+      if (R == 2 && rest > 0 && rest <= 4) {
         __m256 both[T];
         for (int t = 0; t < T; t++) both[t] = _mm256_insertf128_ps(acc[0][t], _mm256_castps256_ps128(acc[R - 1][t]), 1);
         accumulate<B, T>(G::load_quads(p[0], p[R - 1], tail), ends, 0, both);
@@ -132,11 +134,19 @@ __attribute__((noinline)) void rows(const Matrix &w, const Packed &a, const Pack
       }
     }
     for (int r = 0; r < R; r++)
-      for (int t = 0; t < T; t++) y[t * y_stride + r] = sum8(acc[r][t]);
+      for (int t = 0; t < T; t++) y[t * y_stride + r * apart] = sum8(acc[r][t]);
   }
 }
 
-// Rows by twos, for at most four blocks in the last group. What loads read soon after must be stored whole: results
+template <class B, int T>
+void by_twos(const Matrix &w, const Packed &a, const Packed &ends, uint32_t begin, uint32_t end, uint32_t apart,
+             float *y, size_t y_stride) {
+  const uint32_t even = begin + (end - begin) / 2 * 2;
+  rows<B, T, 2>(w, a, ends, begin, even, apart, y, y_stride);
+  rows<B, T, 1>(w, a, ends, even, end, 1, y + (even - begin), y_stride);
+}
+
+// For at most four blocks in the last group. What loads read soon after must be stored whole: results
 // that miss the cache would keep it waiting in the store queue.
 template <class B, int T>
 void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t begin, uint32_t end, float *y,
@@ -158,24 +168,21 @@ void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t 
     _mm512_store_ps(d + 16 * t, _mm512_permutexvar_ps(twice, _mm512_loadu_ps(a.d + 16 * at)));
     _mm256_store_ps(s + 8 * t, _mm256_broadcast_ps(reinterpret_cast<const __m128 *>(a.s + 8 * at)));
   }
-  const Packed ends{q, c, d, nullptr, s, 1};
-  const uint32_t even = begin + (end - begin) / 2 * 2;
-  rows<B, T, 2>(w, a, ends, begin, even, y, y_stride);
-  rows<B, T, 1>(w, a, ends, even, end, y + (even - begin), y_stride);
+  by_twos<B, T>(w, a, {q, c, d, nullptr, s, 1}, begin, end, 1, y, y_stride);
 }
 
 template <class B>
 void one_pass(const Matrix &w, const Packed &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
               size_t y_stride) {
   switch (count) {
-  case 1: return rows<B, 1, 1>(w, a, a, begin, end, y, y_stride);
-  case 2: return rows<B, 2, 1>(w, a, a, begin, end, y, y_stride);
-  case 3: return rows<B, 3, 1>(w, a, a, begin, end, y, y_stride);
-  case 4: return rows<B, 4, 1>(w, a, a, begin, end, y, y_stride);
-  case 5: return rows<B, 5, 1>(w, a, a, begin, end, y, y_stride);
-  case 6: return rows<B, 6, 1>(w, a, a, begin, end, y, y_stride);
-  case 7: return rows<B, 7, 1>(w, a, a, begin, end, y, y_stride);
-  default: return rows<B, 8, 1>(w, a, a, begin, end, y, y_stride);
+  case 1: return by_twos<B, 1>(w, a, a, begin, end, (end - begin) / 2, y, y_stride);
+  case 2: return by_twos<B, 2>(w, a, a, begin, end, (end - begin) / 2, y, y_stride);
+  case 3: return rows<B, 3, 1>(w, a, a, begin, end, 1, y, y_stride);
+  case 4: return rows<B, 4, 1>(w, a, a, begin, end, 1, y, y_stride);
+  case 5: return rows<B, 5, 1>(w, a, a, begin, end, 1, y, y_stride);
+  case 6: return rows<B, 6, 1>(w, a, a, begin, end, 1, y, y_stride);
+  case 7: return rows<B, 7, 1>(w, a, a, begin, end, 1, y, y_stride);
+  default: return rows<B, 8, 1>(w, a, a, begin, end, 1, y, y_stride);
   }
 }
 
