@@ -18,7 +18,7 @@ void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, 
 
 size_t work_bytes(uint32_t k) {
   size_t bytes = avx512::matvec_work_bytes(k);
-  if (avx512::iq2_xxs_work_bytes(k) > bytes) bytes = avx512::iq2_xxs_work_bytes(k);
+  if (avx512::pairs_work_bytes(k) > bytes) bytes = avx512::pairs_work_bytes(k);
   if (avx512::gemm_work_bytes(k) > bytes) bytes = avx512::gemm_work_bytes(k);
   if (avx512::float_work_bytes(k) > bytes) bytes = avx512::float_work_bytes(k);
   return bytes;

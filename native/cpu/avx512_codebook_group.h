@@ -4,7 +4,7 @@
 #pragma once
 
 #include "avx512_group.h"
-#include "avx512_iq2xxs.h"
+#include "avx512_pairs.h"
 
 #ifdef APU_AVX512
 
@@ -125,11 +125,11 @@ template <> struct Group<IQ4_XS> : TableGroup<IQ4_XS> {
   }
 };
 
-// ---- IQ2_XXS: its few-row products are avx512_iq2xxs.cpp's
+// ---- IQ2_XXS
 
 template <> struct Group<IQ2_XXS> {
   static constexpr Order kOrder = Order::blocks;
-  static constexpr int kOffset = Iq2xxsPair::kOffset;
+  static constexpr int kOffset = Pair<IQ2_XXS>::kOffset;
   static constexpr int kBytes = sizeof(IQ2_XXS);
 
   __m512i q[4];
@@ -140,10 +140,10 @@ template <> struct Group<IQ2_XXS> {
 
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
-    const Iq2xxsPair pair(p, p);
+    const Pair<IQ2_XXS> pair(p, p);
     for (int h = 0; h < 2; h++) {
-      g.q[h] = pair.values<0>(pair.codes[0][h]);
-      g.q[2 + h] = pair.values<1>(pair.codes[0][h]);
+      g.q[h] = pair.value(0, h, 0);
+      g.q[2 + h] = pair.value(0, h, 1);
     }
     g.ws = pair.first_scales();
     return g;

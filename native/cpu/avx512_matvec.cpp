@@ -218,9 +218,11 @@ size_t matvec_work_bytes(uint32_t k) {
 
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  if (w.dtype == APU_IQ2_XXS) return matvec_iq2_xxs(w, a, rows, begin, end, y, y_stride, work);
   with_block_type(w.dtype, [&]<class B>() {
-    if constexpr (Group<B>::kOrder != Order::blocks) matvec_type<B>(w, a, rows, begin, end, y, y_stride, work);
+    if constexpr (kByPairs<B>)
+      matvec_pairs(w, a, rows, begin, end, y, y_stride, work);
+    else
+      matvec_type<B>(w, a, rows, begin, end, y, y_stride, work);
   });
 }
 
