@@ -27,6 +27,7 @@ struct Packed {
   }
 };
 constexpr uint32_t kPassRows = 8;               // of activations, while the weights stream by
+constexpr size_t kFarBytes = 2560;              // of rows that are read in two places
 constexpr size_t kPassBytes = size_t{64} << 10; // of weights, when there are several passes
 
 size_t groups_of(uint32_t k) {
@@ -86,7 +87,8 @@ template <class B, int T, class W> APU_INLINE void accumulate(const W &w, const 
 }
 
 // R rows of the matrix at a time, `apart` rows from each other, begin to end (a multiple of R rows). Two streams far
-// apart are read faster than one, by 10 to 20%, as the prefetchers stop at the end of a page; three or four are slower.
+// apart are read faster than one, by 10 to 20%, as the prefetchers stop at the end of a page, as long as rows are
+// shorter than that; three or four are slower.
 // `ends` holds the last group's activations with its first four blocks twice: where rows end in at most four blocks
 // (K = 576, 640), the ends of two rows make one group.
 template <class B, int T, int R>
@@ -174,9 +176,10 @@ void row_pairs(const Matrix &w, const ActBlocks &all, const Packed &a, uint32_t 
 template <class B>
 void one_pass(const Matrix &w, const Packed &a, uint32_t count, uint32_t begin, uint32_t end, float *y,
               size_t y_stride) {
+  const uint32_t apart = w.row_stride <= kFarBytes ? (end - begin) / 2 : 1;
   switch (count) {
-  case 1: return by_twos<B, 1>(w, a, a, begin, end, (end - begin) / 2, y, y_stride);
-  case 2: return by_twos<B, 2>(w, a, a, begin, end, (end - begin) / 2, y, y_stride);
+  case 1: return by_twos<B, 1>(w, a, a, begin, end, apart, y, y_stride);
+  case 2: return by_twos<B, 2>(w, a, a, begin, end, apart, y, y_stride);
   case 3: return rows<B, 3, 1>(w, a, a, begin, end, 1, y, y_stride);
   case 4: return rows<B, 4, 1>(w, a, a, begin, end, 1, y, y_stride);
   case 5: return rows<B, 5, 1>(w, a, a, begin, end, 1, y, y_stride);
