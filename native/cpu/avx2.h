@@ -36,7 +36,8 @@ extern const Avx2Products products;
 
 namespace APU_AVX2 {
 
-// matmul for many rows; end - begin is a multiple of 8.
+// matmul for many rows: `rows` a multiple of kGemmRows, end - begin of kGemmColumns.
+inline constexpr uint32_t kGemmRows = 4, kGemmColumns = 8;
 void gemm(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
           void *work);
 size_t gemm_work_bytes(uint32_t k);

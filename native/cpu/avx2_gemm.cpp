@@ -15,8 +15,8 @@ namespace apu::cpu::APU_AVX2 {
 
 namespace {
 
-constexpr uint32_t kPanelRows = 8;
-constexpr uint32_t kPanels = 2, kRows = 4; // panels and activations at a time: eight sums in registers
+constexpr uint32_t kPanelRows = kGemmColumns;
+constexpr uint32_t kPanels = 2, kRows = kGemmRows; // panels and activations at a time: eight sums in registers
 constexpr uint32_t kMaxPanels = 4;
 constexpr size_t kPanelsBytes = 256 << 10;
 constexpr size_t kBlockBytes = 256 + 5 * 32; // values and tables of a block of eight rows
@@ -157,11 +157,11 @@ APU_INLINE void pin(__m256i &v) {
   __asm__("" : "+x"(v));
 }
 
-// Where kCount rows of activations stand, from the same block on. All lie a multiple of the row's floats apart, so the
+// Where kRows rows of activations stand, from the same block on. All lie a multiple of the row's floats apart, so the
 // registers hold the multiples and the arrays' ends instead of a pointer per row and array.
-template <uint32_t kCount> struct Rows {
+struct Rows {
   const char *q, *d, *s16, *s, *sum16;
-  size_t stride[kCount]; // bytes of s; the others have 8, 2, 2 and 2 times as many
+  size_t stride[kRows]; // bytes of s; the others have 8, 2, 2 and 2 times as many
 
   APU_INLINE Rows(const ActBlocks &a, uint32_t row) {
     const ActBlocks first = a.from(row);
@@ -171,7 +171,7 @@ template <uint32_t kCount> struct Rows {
     s = reinterpret_cast<const char *>(first.s);
     sum16 = reinterpret_cast<const char *>(first.sum16);
 #pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCount; ++t) stride[t] = size_t{t} * a.blocks * sizeof(float);
+    for (uint32_t t = 0; t < kRows; ++t) stride[t] = size_t{t} * a.blocks * sizeof(float);
   }
   APU_INLINE void next(uint32_t lane, size_t group) { // blocks of a lane, then of the next groups
     q += quad_offset(lane) + 256 * group;
@@ -207,14 +207,14 @@ using ShapeOf = Shape<F::kSigned, F::kBias, F::kMinimum, scales_of(F::kHalfScale
 template <class F>
 using ShapeOfCodes = Shape<F::kSigned, F::kSigned ? 0 : kCodeBias, false, scales_of(F::kHalfScales, true), false>;
 
-// One half of block `at` of eight weight rows a panel, with kCount rows of activations: its integers, the half's scale
+// One half of block `at` of eight weight rows a panel, with kRows rows of activations: its integers, the half's scale
 // folded in, as floats.
-template <class S, uint32_t kCount>
-APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t half, const Rows<kCount> &a,
-                          __m256 (&out)[kPanels][kCount]) {
+template <class S>
+APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t half, const Rows &a,
+                          __m256 (&out)[kPanels][kRows]) {
   constexpr bool kSigned = S::kSigned && !kVnni;
   constexpr int kBias = S::kSigned ? kSignedBias : S::kBias;
-  __m256i scale[kPanels], factor[kPanels], sum[kPanels][kCount]; // factor: as two int16
+  __m256i scale[kPanels], factor[kPanels], sum[kPanels][kRows]; // factor: as two int16
 #pragma GCC unroll 2
   for (uint32_t p = 0; p < kPanels; ++p) {
     if constexpr (S::kHalfScales != Scales::none) scale[p] = load32(panel[p].half[half] + 32 * at);
@@ -224,7 +224,7 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
                           __attribute__((always_inline)) { return broadcast4(a.sum16 + 2 * a.stride[t] + 32 * half); };
   if constexpr (kVnni) {
 #pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCount; ++t) {
+    for (uint32_t t = 0; t < kRows; ++t) {
       const __m256i start = kBias ? minus_bias32<kBias>(sums16(t)) : _mm256_setzero_si256();
 #pragma GCC unroll 2
       for (uint32_t p = 0; p < kPanels; ++p) sum[p][t] = start;
@@ -239,7 +239,7 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
       magnitude[p] = kSigned ? _mm256_abs_epi8(v[p]) : v[p];
     }
 #pragma GCC unroll 8
-    for (uint32_t t = 0; t < kCount; ++t) {
+    for (uint32_t t = 0; t < kRows; ++t) {
       const __m256i q = broadcast4(a.q + 8 * a.stride[t] + 64 * half + 32 * (i / 2) + 4 * (i % 2));
 #pragma GCC unroll 2
       for (uint32_t p = 0; p < kPanels; ++p) {
@@ -259,7 +259,7 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
     }
   }
 #pragma GCC unroll 8
-  for (uint32_t t = 0; t < kCount; ++t)
+  for (uint32_t t = 0; t < kRows; ++t)
 #pragma GCC unroll 2
     for (uint32_t p = 0; p < kPanels; ++p) {
       __m256i v = sum[p][t];
@@ -273,32 +273,32 @@ APU_INLINE void half_sums(const Panel (&panel)[kPanels], size_t at, uint32_t hal
     }
 }
 
-// Two neighbouring panels times kCount rows of activations from t0 on; `columns` of the results are wanted.
-template <class S, uint32_t kCount>
+// Two neighbouring panels times kRows rows of activations from t0 on; `columns` of the results are wanted.
+template <class S>
 void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, const ActBlocks &a, uint32_t t0,
               uint32_t columns, float *y, size_t y_stride) {
-  __m256 lane[kGroup][kPanels][kCount];
+  __m256 lane[kGroup][kPanels][kRows];
   for (uint32_t l = 0; l < kGroup; ++l) {
-    __m256 acc[kPanels][kCount];
+    __m256 acc[kPanels][kRows];
 #pragma GCC unroll 2
     for (uint32_t p = 0; p < kPanels; ++p)
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) acc[p][t] = _mm256_setzero_ps();
-    Rows<kCount> act(a, t0);
+      for (uint32_t t = 0; t < kRows; ++t) acc[p][t] = _mm256_setzero_ps();
+    Rows act(a, t0);
     act.next(l, 0);
     size_t at = size_t{l} * groups;
     for (uint32_t b = l; b < blocks; b += kGroup, ++at, act.next(0, 1)) {
-      __m256 first[kPanels][kCount], second[kPanels][kCount];
+      __m256 first[kPanels][kRows], second[kPanels][kRows];
       half_sums<S>(panel, at, 0, act, first);
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
+      for (uint32_t t = 0; t < kRows; ++t) {
         const __m256 d = broadcast_float(act.d + 2 * act.stride[t]);
 #pragma GCC unroll 2
         for (uint32_t p = 0; p < kPanels; ++p) first[p][t] = _mm256_mul_ps(first[p][t], d);
       }
       half_sums<S>(panel, at, 1, act, second);
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) {
+      for (uint32_t t = 0; t < kRows; ++t) {
         const __m256 d = broadcast_float(act.d + 2 * act.stride[t] + 32);
 #pragma GCC unroll 2
         for (uint32_t p = 0; p < kPanels; ++p) second[p][t] = _mm256_fmadd_ps(second[p][t], d, first[p][t]);
@@ -307,11 +307,11 @@ void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, c
       for (uint32_t p = 0; p < kPanels; ++p) {
         const __m256 scale = _mm256_loadu_ps(panel[p].scale + 8 * at);
 #pragma GCC unroll 8
-        for (uint32_t t = 0; t < kCount; ++t) acc[p][t] = _mm256_fmadd_ps(scale, second[p][t], acc[p][t]);
+        for (uint32_t t = 0; t < kRows; ++t) acc[p][t] = _mm256_fmadd_ps(scale, second[p][t], acc[p][t]);
         if constexpr (S::kMinimum) {
           const __m256 minimum = _mm256_loadu_ps(panel[p].minimum + 8 * at);
 #pragma GCC unroll 8
-          for (uint32_t t = 0; t < kCount; ++t)
+          for (uint32_t t = 0; t < kRows; ++t)
             acc[p][t] = _mm256_fmadd_ps(minimum, broadcast_float(act.s + act.stride[t]), acc[p][t]);
         }
         if constexpr (S::kHalfMinima) {
@@ -319,7 +319,7 @@ void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, c
           const Halves m = widen_halves(load32(panel[p].minima + 32 * at));
           const __m256 m0 = _mm256_cvtepi32_ps(m.first), m1 = _mm256_cvtepi32_ps(m.second);
 #pragma GCC unroll 8
-          for (uint32_t t = 0; t < kCount; ++t) {
+          for (uint32_t t = 0; t < kRows; ++t) {
             const char *s = act.s16 + 2 * act.stride[t];
             const __m256 v = _mm256_fmadd_ps(m1, broadcast_float(s + 32), _mm256_mul_ps(m0, broadcast_float(s)));
             acc[p][t] = _mm256_fmadd_ps(minimum, v, acc[p][t]);
@@ -330,10 +330,10 @@ void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, c
 #pragma GCC unroll 2
     for (uint32_t p = 0; p < kPanels; ++p)
 #pragma GCC unroll 8
-      for (uint32_t t = 0; t < kCount; ++t) lane[l][p][t] = acc[p][t];
+      for (uint32_t t = 0; t < kRows; ++t) lane[l][p][t] = acc[p][t];
   }
   for (uint32_t p = 0; p < columns / kPanelRows; ++p)
-    for (uint32_t t = 0; t < kCount; ++t) {
+    for (uint32_t t = 0; t < kRows; ++t) {
       const auto add = [&](uint32_t i, uint32_t j)
                            __attribute__((always_inline)) { return _mm256_add_ps(lane[i][p][t], lane[j][p][t]); };
       const __m256 even = _mm256_add_ps(add(0, 4), add(2, 6)), odd = _mm256_add_ps(add(1, 5), add(3, 7));
@@ -344,7 +344,7 @@ void multiply(const Panel (&panel)[kPanels], uint32_t groups, uint32_t blocks, c
 struct Gemm {
   const Matrix &w;
   const ActBlocks &a;
-  uint32_t rows, begin, end; // end - begin a multiple of kPanelRows
+  uint32_t rows, begin, end; // multiples of kRows and kPanelRows
   float *y;
   size_t y_stride;
   void *work;
@@ -357,19 +357,12 @@ struct Gemm {
       const uint32_t left = (end - n) / kPanelRows, count = left < panels ? left : panels;
       for (uint32_t i = 0; i < count; ++i)
         for (uint32_t g = 0; g < groups; ++g) fill(w, n + i * kPanelRows, g, panel[i]);
-      uint32_t t = 0;
-      for (; t + kRows <= rows; t += kRows) pass<S, kRows>(panel, count, n, t);
-      for (; t < rows; ++t) pass<S, 1>(panel, count, n, t);
-    }
-  }
-
-  // `count` panels times kCount rows of activations.
-  template <class S, uint32_t kCount> void pass(const Panel *panel, uint32_t count, uint32_t n, uint32_t t) const {
-    float *out = y + t * y_stride + (n - begin);
-    for (uint32_t i = 0; i < count; i += kPanels) {
-      const bool two = i + 1 < count; // else the last one stands for both
-      multiply<S, kCount>({panel[i], panel[two ? i + 1 : i]}, groups_of(w.k), w.k / 32, a, t,
-                          two ? 2 * kPanelRows : kPanelRows, out + i * kPanelRows, y_stride);
+      for (uint32_t t = 0; t < rows; t += kRows)
+        for (uint32_t i = 0; i < count; i += kPanels) {
+          const bool two = i + 1 < count; // else the last one stands for both
+          multiply<S>({panel[i], panel[two ? i + 1 : i]}, groups, w.k / 32, a, t, two ? 2 * kPanelRows : kPanelRows,
+                      y + t * y_stride + (n - begin) + i * kPanelRows, y_stride);
+        }
     }
   }
 };

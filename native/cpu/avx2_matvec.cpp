@@ -13,86 +13,103 @@ namespace apu::cpu::APU_AVX2 {
 
 namespace {
 
-constexpr uint32_t kRows = 8;     // activations that share one pass over a weight row
-constexpr uint32_t kGemmRows = 9; // from here on avx2_gemm.cpp is faster
+constexpr uint32_t kRows = 8;      // activations that share one pass over a weight row
+constexpr uint32_t kManyRows = 16; // from here on avx2_gemm.cpp is faster
 
-// The whole groups of a weight row, times row `first` of the activations, in blocks.
-template <class Format> APU_INLINE __m256 add_groups(const uint8_t *row, uint32_t groups, ActGroup act) {
-  __m256 acc = _mm256_setzero_ps();
-  for (uint32_t g = 0; g < groups; ++g, row += Format::kGroupBytes, act.next())
-    acc = add_group<Format>(place<Format>(row), act, acc);
-  return acc;
+// One group of weights times kCount rows of activations, `stride` blocks apart.
+template <class Format, uint32_t kCount>
+APU_INLINE void add_rows(const Place &place, const ActGroup &a, size_t stride, __m256 (&acc)[kCount]) {
+  if constexpr (kCount == 1) {
+    acc[0] = add_group<Format>(place, a, acc[0]);
+  } else {
+    const Group<Format> group(place);
+#pragma GCC unroll 2
+    for (uint32_t t = 0; t < kCount; ++t) acc[t] = group.add(a.from(t * stride), acc[t]);
+  }
 }
 
-template <class Format> float dot_one(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first) {
+// The whole groups of a row of weights.
+template <class Format, uint32_t kCount>
+APU_INLINE void add_groups(const uint8_t *row, uint32_t groups, ActGroup a, size_t stride, __m256 (&acc)[kCount]) {
+  for (uint32_t t = 0; t < kCount; ++t) acc[t] = _mm256_setzero_ps();
+  for (uint32_t g = 0; g < groups; ++g, row += Format::kGroupBytes, a.next())
+    add_rows<Format>(place<Format>(row), a, stride, acc);
+}
+
+template <class Format, uint32_t kCount>
+void dot_one(const uint8_t *row, uint32_t blocks, const ActGroup &a, size_t stride, float *y, size_t y_stride) {
   const uint32_t groups = blocks / kGroup, rest = blocks % kGroup;
-  __m256 acc = add_groups<Format>(row, groups, ActGroup(a, first));
+  __m256 acc[kCount];
+  add_groups<Format>(row, groups, a, stride, acc);
   if constexpr (!Format::kSuperblock)
     if (rest)
-      acc = add_group<Format>(place<Format>(row + groups * Format::kGroupBytes, rest),
-                              ActGroup(a, first + groups * kGroup), acc);
-  return sum8(acc);
+      add_rows<Format>(place<Format>(row + groups * Format::kGroupBytes, rest), a.from(groups * kGroup), stride, acc);
+  for (uint32_t t = 0; t < kCount; ++t) y[t * y_stride] = sum8(acc[t]);
 }
 
-// A group of activations whose blocks 4..7 are its blocks 0..3 once more.
-struct Twice {
-  alignas(32) int8_t q[32 * kGroup];
-  alignas(32) float d[2 * kGroup], s16[2 * kGroup], s[kGroup];
-  alignas(32) int32_t sum16[2 * kGroup];
+// A group of kCount rows of activations whose blocks 4..7 are its blocks 0..3 once more.
+template <uint32_t kCount> struct Twice {
+  alignas(32) int8_t q[kCount * 32 * kGroup];
+  alignas(32) float d[kCount * 2 * kGroup], s16[kCount * 2 * kGroup], s[kCount * kGroup];
+  alignas(32) int32_t sum16[kCount * 2 * kGroup];
 
-  explicit Twice(const ActGroup &a) {
-    const auto copy = [](const void *from, void *to, size_t registers) {
-      for (size_t i = 0; i < registers; ++i) {
-        const __m256i v = load32(static_cast<const uint8_t *>(from) + 32 * i);
-        store32(static_cast<uint8_t *>(to) + 32 * i, _mm256_permute2x128_si256(v, v, 0));
+  Twice(const ActGroup &a, size_t stride) {
+    const auto copy = [](const auto *from, auto *to, size_t count) { // of one row
+      for (size_t i = 0; i < count; i += 32 / sizeof *to) {
+        const __m256i v = load32(from + i);
+        store32(to + i, _mm256_permute2x128_si256(v, v, 0));
       }
     };
-    copy(a.q, q, 8);
-    copy(a.d, d, 2);
-    copy(a.s16, s16, 2);
-    copy(a.s, s, 1);
-    copy(a.sum16, sum16, 2);
+    for (uint32_t t = 0; t < kCount; ++t) {
+      const ActGroup from = a.from(t * stride);
+      copy(from.q, q + t * 32 * kGroup, 32 * kGroup);
+      copy(from.d, d + t * 2 * kGroup, 2 * kGroup);
+      copy(from.s16, s16 + t * 2 * kGroup, 2 * kGroup);
+      copy(from.s, s + t * kGroup, kGroup);
+      copy(from.sum16, sum16 + t * 2 * kGroup, 2 * kGroup);
+    }
   }
   ActGroup group() const { return {q, d, s16, s, sum16}; }
 };
 
-// Neighbouring rows whose last groups have at most four blocks, which are multiplied together.
-template <class Format>
-void dot_two(const uint8_t *row, size_t stride, uint32_t blocks, const ActGroup &act, const ActGroup &twice, float *y) {
+// Two neighbouring rows of weights whose last groups have at most four blocks, which are multiplied together.
+template <class Format, uint32_t kCount>
+void dot_two(const uint8_t *row, size_t row_stride, uint32_t blocks, const ActGroup &a, size_t stride,
+             const Twice<kCount> &twice, float *y, size_t y_stride) {
   const uint32_t groups = blocks / kGroup, rest = blocks % kGroup;
-  const uint8_t *low = row + groups * Format::kGroupBytes, *high = low + stride;
-  const __m256 first = add_groups<Format>(row, groups, act), second = add_groups<Format>(row + stride, groups, act);
-  __m256 both = _mm256_permute2f128_ps(first, second, 0x20);
+  const uint8_t *low = row + groups * Format::kGroupBytes, *high = low + row_stride;
+  __m256 first[kCount], second[kCount], both[kCount];
+  add_groups<Format>(row, groups, a, stride, first);
+  add_groups<Format>(row + row_stride, groups, a, stride, second);
+  for (uint32_t t = 0; t < kCount; ++t) both[t] = _mm256_permute2f128_ps(first[t], second[t], 0x20);
+  const ActGroup ends = twice.group();
   if (rest == 2) // K = 576
-    both = add_group<Format>({low, high, 2, 2}, twice, both);
+    add_rows<Format>({low, high, 2, 2}, ends, kGroup, both);
   else if (rest == 4)
-    both = add_group<Format>({low, high, 4, 4}, twice, both);
+    add_rows<Format>({low, high, 4, 4}, ends, kGroup, both);
   else
-    both = add_group<Format>({low, high, rest, rest}, twice, both);
-  y[0] = sum8(_mm256_blend_ps(first, both, 0x0f));
-  y[1] = sum8(_mm256_permute2f128_ps(both, second, 0x31));
+    add_rows<Format>({low, high, rest, rest}, ends, kGroup, both);
+  for (uint32_t t = 0; t < kCount; ++t) {
+    y[t * y_stride] = sum8(_mm256_blend_ps(first[t], both[t], 0x0f));
+    y[t * y_stride + 1] = sum8(_mm256_permute2f128_ps(both[t], second[t], 0x31));
+  }
 }
 
+// Up to kRows rows of activations.
 template <class Format>
-APU_INLINE void dot_each(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
-                         size_t y_stride) {
+void dot_some(const uint8_t *row, uint32_t blocks, const ActGroup &a, size_t stride, uint32_t rows, float *y,
+              size_t y_stride) {
+  const uint32_t groups = blocks / kGroup, rest = blocks % kGroup;
   __m256 acc[kRows];
   for (uint32_t t = 0; t < rows; ++t) acc[t] = _mm256_setzero_ps();
-  for (uint32_t b = 0; b < blocks; b += kGroup, row += Format::kGroupBytes) {
-    const uint32_t left = blocks - b;
-    const Group<Format> group(left >= kGroup ? place<Format>(row) : place<Format>(row, left));
-    for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(ActGroup(a, first + size_t{t} * a.blocks + b), acc[t]);
-  }
+  const auto add = [&](const Place &place, const ActGroup &from) __attribute__((always_inline)) {
+    const Group<Format> group(place);
+    for (uint32_t t = 0; t < rows; ++t) acc[t] = group.add(from.from(t * stride), acc[t]);
+  };
+  for (uint32_t g = 0; g < groups; ++g, row += Format::kGroupBytes) add(place<Format>(row), a.from(g * kGroup));
+  if constexpr (!Format::kSuperblock)
+    if (rest) add(place<Format>(row, rest), a.from(groups * kGroup));
   for (uint32_t t = 0; t < rows; ++t) y[t * y_stride] = sum8(acc[t]);
-}
-
-template <class Format>
-void dot_some(const uint8_t *row, uint32_t blocks, const ActBlocks &a, size_t first, uint32_t rows, float *y,
-              size_t y_stride) {
-  if (rows == 2) // the two terms of one input: all in registers
-    dot_each<Format>(row, blocks, a, first, 2, y, y_stride);
-  else
-    dot_each<Format>(row, blocks, a, first, rows, y, y_stride);
 }
 
 struct MatmulRows {
@@ -105,27 +122,31 @@ struct MatmulRows {
   template <class Format> void operator()() const {
     for (uint32_t t = 0; t < rows; t += kRows) {
       const uint32_t count = rows - t < kRows ? rows - t : kRows;
+      float *out = y + t * y_stride;
       if (count == 1)
-        one<Format>(t);
+        few<Format, 1>(t, out);
+      else if (count == 2) // the two terms of one input
+        few<Format, 2>(t, out);
       else
         for (uint32_t n = begin; n < end; ++n)
-          dot_some<Format>(w.data + n * w.row_stride, w.k / 32, a, size_t{t} * a.blocks, count,
-                           y + t * y_stride + (n - begin), y_stride);
+          dot_some<Format>(w.data + n * w.row_stride, w.k / 32, ActGroup(a, size_t{t} * a.blocks), a.blocks, count,
+                           out + (n - begin), y_stride);
     }
   }
 
-  template <class Format> void one(uint32_t t) const {
+  template <class Format, uint32_t kCount> void few(uint32_t t0, float *out) const {
     const uint32_t blocks = w.k / 32;
-    const size_t first = size_t{t} * a.blocks;
-    float *out = y + t * y_stride;
+    const ActGroup first(a, size_t{t0} * a.blocks);
     uint32_t n = begin;
     if constexpr (!Format::kSuperblock)
       if (blocks % kGroup >= 1 && blocks % kGroup <= 4) {
-        const Twice twice(ActGroup(a, first + blocks / kGroup * kGroup));
+        const Twice<kCount> twice(first.from(blocks / kGroup * kGroup), a.blocks);
         for (; n + 2 <= end; n += 2, out += 2)
-          dot_two<Format>(w.data + n * w.row_stride, w.row_stride, blocks, ActGroup(a, first), twice.group(), out);
+          dot_two<Format, kCount>(w.data + n * w.row_stride, w.row_stride, blocks, first, a.blocks, twice, out,
+                                  y_stride);
       }
-    for (; n < end; ++n, ++out) *out = dot_one<Format>(w.data + n * w.row_stride, blocks, a, first);
+    for (; n < end; ++n, ++out)
+      dot_one<Format, kCount>(w.data + n * w.row_stride, blocks, first, a.blocks, out, y_stride);
   }
 };
 
@@ -257,13 +278,23 @@ size_t work_bytes(uint32_t k) { // panels, or a dequantised row
   return panels > row ? panels : row;
 }
 
+// Few rows of activations, or few of weights.
+void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
+            size_t y_stride) {
+  if (rows == 0 || begin == end) return;
+  with_format(w.dtype, MatmulRows{w, a, rows, begin, end, y, y_stride});
+  with_codes(w.dtype, MatmulCodes{w, a, rows, begin, end, y, y_stride});
+}
+
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  const uint32_t middle = rows < kGemmRows ? begin : begin + (end - begin) / 8 * 8;
-  if (middle > begin) gemm(w, a, rows, begin, middle, y, y_stride, work);
-  if (middle == end) return;
-  with_format(w.dtype, MatmulRows{w, a, rows, middle, end, y + (middle - begin), y_stride});
-  with_codes(w.dtype, MatmulCodes{w, a, rows, middle, end, y + (middle - begin), y_stride});
+  const uint32_t many = rows < kManyRows ? 0 : rows / kGemmRows * kGemmRows, few = rows - many;
+  const uint32_t middle = begin + (end - begin) / kGemmColumns * kGemmColumns;
+  if (many) {
+    if (middle > begin) gemm(w, a, many, begin, middle, y, y_stride, work);
+    matvec(w, a, many, middle, end, y + (middle - begin), y_stride);
+  }
+  matvec(w, a.from(many), few, begin, end, y + many * y_stride, y_stride);
 }
 
 } // namespace

@@ -41,13 +41,10 @@ struct ActGroup {
   APU_INLINE ActGroup(const int8_t *q, const float *d, const float *s16, const float *s, const int32_t *sum16)
       : q(q), d(d), s16(s16), s(s), sum16(sum16) {}
 
-  APU_INLINE void next() {
-    q += 32 * kGroup;
-    d += 2 * kGroup;
-    s16 += 2 * kGroup;
-    s += kGroup;
-    sum16 += 2 * kGroup;
+  APU_INLINE ActGroup from(size_t blocks) const {
+    return {q + 32 * blocks, d + 2 * blocks, s16 + 2 * blocks, s + blocks, sum16 + 2 * blocks};
   }
+  APU_INLINE void next() { *this = from(kGroup); }
 };
 
 constexpr uint32_t kSumShift = 3; // of sum16
@@ -138,7 +135,7 @@ template <bool kSixBits> APU_INLINE __m256i dot_half(const __m256i (&w)[2][2], c
 
 // Unsigned weights that are 2^kBias too large, or not when kBias is 0. `scale`: of the halves, an int16 twice a block.
 template <int kBias, class Weights> APU_INLINE Halves dot_narrow(const Weights &w, const ActGroup &a, Halves scale) {
-  const Quad quad0 = w(0), quad1 = w(1);
+  const Quad &quad0 = w(0), &quad1 = w(1); // no copies: compilers move structures by halves of a register
   const auto half = [&](uint32_t h) __attribute__((always_inline)) {
     const __m256i v[2][2] = {{quad0.half[h][0], quad0.half[h][1]}, {quad1.half[h][0], quad1.half[h][1]}};
     const __m256i sum = dot_half<kBias == 5>(v, a.q + 64 * h, w.second());
@@ -170,7 +167,7 @@ template <bool kSmall, class Weights> APU_INLINE Halves dot_signed(const Weights
 #pragma GCC unroll 2
   for (uint32_t j = 0; j < 2; ++j) {
     if (j == 1 && !w.second()) continue;
-    const Quad v = w(j);
+    const Quad &v = w(j);
 #pragma GCC unroll 2
     for (uint32_t h = 0; h < 2; ++h) {
       const __m256i q0 = load32(a.q + 128 * j + 64 * h), q1 = load32(a.q + 128 * j + 64 * h + 32);
