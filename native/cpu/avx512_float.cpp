@@ -1,7 +1,8 @@
 // Matrices of float types, and of quantised types at "exact" precision: element k of a dot product goes to lane
 // k mod 16 by fma, lanes are added by sum16, whatever the number of rows, so few and many rows agree bit for bit.
-// Few rows read the weights where they lie, one weight row after the other. For many, F16, BF16 and quantised rows are
-// first converted to a tile of float32 in `work` (it stays in L2), and 4 x 6 outputs share their loads.
+// Few rows read the weights where they lie, two weight rows together. For many, weights are first
+// converted to a tile of float32 in `work` (it stays in L2), 4 x 6 outputs share their loads, and the sums of 16 x 6
+// outputs rest in L1 between stretches of K, so that six rows of activations stay there too.
 #include "avx512.h"
 #include "avx512_common.h"
 
@@ -35,15 +36,10 @@ template <uint32_t Dtype> APU_INLINE __m512 load16(const uint8_t *row, size_t i,
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-// y (T, W) = x (T, k) times W rows.
+// acc (T, W) += x (T, k) times W rows, lane by lane.
 template <uint32_t Dtype, int W, int T>
-APU_INLINE void dots(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k, float *y,
-                     size_t y_stride) {
-  __m512 acc[T][W];
-#pragma GCC unroll 8
-  for (int t = 0; t < T; t++)
-#pragma GCC unroll 8
-    for (int i = 0; i < W; i++) acc[t][i] = _mm512_setzero_ps();
+APU_INLINE void add_dots(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k,
+                         __m512 (&acc)[T][W]) {
   uint32_t j = 0;
   __m512 weights[W];
 #pragma GCC unroll 1
@@ -68,24 +64,85 @@ APU_INLINE void dots(const uint8_t *w, size_t w_stride, const float *x, size_t x
       for (int i = 0; i < W; i++) acc[t][i] = _mm512_mask3_fmadd_ps(weights[i], v, acc[t][i], mask);
     }
   }
+}
+
+// y (T, W) = x (T, k) times W rows, `apart` rows from each other; kAhead bytes of each are prefetched past the caches
+// that they would only displace others from.
+constexpr int kAhead = 1024;
+template <uint32_t Dtype, int W, int T>
+APU_INLINE void dots(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k, float *y,
+                     size_t y_stride, uint32_t apart) {
+  constexpr uint32_t kPart = 128 / kElementBytes<Dtype>; // elements of two lines
+  __m512 acc[T][W];
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++)
 #pragma GCC unroll 8
-    for (int i = 0; i < W; i++) y[t * y_stride + i] = sum16(acc[t][i]);
+    for (int i = 0; i < W; i++) acc[t][i] = _mm512_setzero_ps();
+  uint32_t j = 0;
+  const size_t distance = apart * w_stride;
+#pragma GCC unroll 1
+  for (; j + kPart <= k; j += kPart) {
+    const uint8_t *p = w + j * kElementBytes<Dtype>;
+    for (int i = 0; i < W; i++)
+      for (int line = 0; line < 2; line++)
+        _mm_prefetch(reinterpret_cast<const char *>(p) + i * distance + kAhead + 64 * line, _MM_HINT_NTA);
+#pragma GCC unroll 4
+    for (uint32_t part = 0; part < kPart; part += 16)
+      add_dots<Dtype, W, T>(p + part * kElementBytes<Dtype>, distance, x + j + part, x_stride, 16, acc);
+  }
+  add_dots<Dtype, W, T>(w + j * kElementBytes<Dtype>, distance, x + j, x_stride, k - j, acc);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) y[t * y_stride + i * apart] = sum16(acc[t][i]);
 }
 
 template <uint32_t Dtype, int T>
 __attribute__((noinline)) void few_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x, size_t x_stride,
                                         uint32_t k, float *y, size_t y_stride) {
-  for (uint32_t i = 0; i < n; i++) dots<Dtype, 1, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+  const uint32_t half = n / 2;
+  for (uint32_t i = 0; i < half; i++)
+    dots<Dtype, 2, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride, half);
+  if (n % 2) dots<Dtype, 1, T>(w + (n - 1) * w_stride, w_stride, x, x_stride, k, y + n - 1, y_stride, 1);
+}
+
+constexpr uint32_t kCopyRows = 16; // from here on a tile of float32 weights is worth its copy
+constexpr uint32_t kStretch = 512; // of K, 12 KB of six rows of activations
+
+template <int W, int T>
+APU_INLINE void add_stretch(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k,
+                            float *sums) {
+  __m512 acc[T][W];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) acc[t][i] = _mm512_load_ps(sums + (t * W + i) * 16);
+  add_dots<APU_F32, W, T>(w, w_stride, x, x_stride, k, acc);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) _mm512_store_ps(sums + (t * W + i) * 16, acc[t][i]);
 }
 
 template <int T>
 __attribute__((noinline)) void block_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x,
                                           size_t x_stride, uint32_t k, float *y, size_t y_stride) {
-  uint32_t i = 0;
-  for (; i + 4 <= n; i += 4) dots<APU_F32, 4, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
-  for (; i < n; i++) dots<APU_F32, 1, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+  alignas(64) float sums[kTileRows * T * 16]; // fours of matrix rows, then what is left, one by one
+  const uint32_t fours = n / 4;
+  memset(sums, 0, n * T * 64);
+  for (uint32_t j = 0; j < k; j += kStretch) {
+    const uint32_t count = k - j < kStretch ? k - j : kStretch;
+    const uint8_t *part = w + size_t{j} * 4;
+    for (uint32_t i = 0; i < fours; i++)
+      add_stretch<4, T>(part + 4 * i * w_stride, w_stride, x + j, x_stride, count, sums + i * 4 * T * 16);
+    for (uint32_t i = 4 * fours; i < n; i++)
+      add_stretch<1, T>(part + i * w_stride, w_stride, x + j, x_stride, count, sums + i * T * 16);
+  }
+  for (uint32_t t = 0; t < T; t++)
+    for (uint32_t i = 0; i < n; i++) {
+      const uint32_t at = i < 4 * fours ? (i / 4 * T + t) * 4 + i % 4 : i * T + t;
+      y[t * y_stride + i] = sum16(_mm512_load_ps(sums + at * 16));
+    }
 }
 
 // All activations times n rows of float32, which stay in L2.
@@ -137,7 +194,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
 }
 
 size_t float_work_bytes(uint32_t k) {
-  return (size_t{k} + 15) / 16 * 64 * kTileRows + 64;
+  return (size_t{k} + 15) / 16 * 64 * kTileRows + 64 + 4096;
 }
 
 void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
@@ -151,11 +208,15 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
     default: break;
     }
   }
-  auto *tile = reinterpret_cast<float *>((reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63});
+  // Rows are often a multiple of 4096 bytes apart, so that the stretches of all of them share half of L1's sets: the
+  // tile takes the other half than the activations.
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(work) + 63) & ~uintptr_t{63};
+  const uintptr_t away = (reinterpret_cast<uintptr_t>(x) + 4 * kStretch - from) % 4096 & ~uintptr_t{63};
+  auto *tile = reinterpret_cast<float *>(from + away);
   const size_t tile_stride = (size_t{w.k} + 15) / 16 * 16;
   for (uint32_t n = begin; n < end; n += kTileRows, data += kTileRows * w.row_stride, y += kTileRows) {
     const uint32_t count = end - n < kTileRows ? end - n : kTileRows;
-    if (w.dtype == APU_F32) {
+    if (w.dtype == APU_F32 && rows < kCopyRows) {
       tile_rows(data, w.row_stride, count, x, x_stride, rows, w.k, y, y_stride);
       continue;
     }
