@@ -1,8 +1,8 @@
-// Groups (avx512_group.h) of the types whose weights are codes: codebooks, tables of sixteen values, ternary digits.
-// UnpackedGroup takes 32-blocks apart with the scalar code of quant/unpack.h: right for any type, for those that few
-// files use.
+// Groups (avx512_group.h) of the types whose weights are codes: tables of sixteen values, ternary digits, and, in
+// avx512_grid_group.h, codebooks.
 #pragma once
 
+#include "avx512_grid_group.h"
 #include "avx512_group.h"
 #include "avx512_pairs.h"
 
@@ -150,87 +150,118 @@ template <> struct Group<IQ2_XXS> {
   }
 };
 
-// ---- by scalar code
+// ---- NVFP4: the eight bytes of sixteen elements are the low and high nibbles of eight each
 
-// Where eight elements, the first or the last of a half, stand in Order::quads.
-constexpr int quads_place(int block, int half, int last) {
-  return 128 * last + 64 * (block / 2 % 2) + 16 * (2 * (block % 2) + half) + 8 * (block / 4);
-}
-
-template <class B> struct UnpackedGroup {
+template <> struct Group<NVFP4> {
   static constexpr Order kOrder = Order::quads;
-  static constexpr int kOffset = 128;
-  static constexpr int kBlocks = Traits<B>::blocks32;
-  static constexpr int kBytes = 8 / kBlocks * static_cast<int>(sizeof(B));
+  static constexpr int kOffset = TableGroup<MXFP4>::kOffset;
+  static constexpr int kBytes = 4 * sizeof(NVFP4);
 
   __m512i q[4];
   __m256 ws;
   __m512 scales; // of the halves, block after block
 
-  using Tail = int; // blocks of the last group
-  static Tail tail(int blocks) { return blocks; }
+  using Tail = int; // blocks of 64 in the last group
+  static Tail tail(int blocks) { return blocks / 2; }
 
-  template <bool Masked, int> static APU_INLINE UnpackedGroup load(const uint8_t *p, Tail t) {
-    Unpacked to{};
-    unpack(p, Masked ? t : 8, 0, to);
-    return to.group();
+  template <bool Masked, int> static APU_INLINE Group load(const uint8_t *p, Tail count) {
+    return load_two<Masked>(p, count < 2 ? count : 2, p + 2 * sizeof(NVFP4), count - 2);
   }
-  // At most four blocks at each place.
-  static APU_INLINE UnpackedGroup load_quads(const uint8_t *quad0, const uint8_t *quad1, Tail t) {
-    Unpacked to{};
-    unpack(quad0, t, 0, to);
-    unpack(quad1, t, 4, to);
-    return to.group();
+  // At most two blocks at each place.
+  static APU_INLINE Group load_quads(const uint8_t *quad0, const uint8_t *quad1, Tail count) {
+    return load_two<true>(quad0, count, quad1, count);
   }
 
-  // c: -128 * sum(y) of the halves, in planes.
-  APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const {
+  // c: -offset * sum(y) of the halves, in planes.
+  APU_INLINE __m512i dot(const int8_t *y, const int32_t *c) const { // 8 * 24 * 127 < 2^15
     __m512i first, second;
     dot_registers(q, y, first, second);
-    return _mm512_add_epi32(to_planes<kOrder>(add_even_odd(first, second)), load512(c));
+    const __m512i words = _mm512_packs_epi32(first, second);
+    return _mm512_add_epi32(to_planes<kOrder>(_mm512_madd_epi16(words, _mm512_set1_epi16(1))), load512(c));
   }
   APU_INLINE __m512 ordered_scales() const { return scales; }
-  APU_INLINE __m512 half_scales() const {
-    static constexpr Table<int32_t> planes{[](int i) { return i % 8 * 2 + i / 8; }};
-    return _mm512_permutexvar_ps(planes, scales);
-  }
+  APU_INLINE __m512 half_scales() const { return _mm512_permutexvar_ps(kOrderedToPlanes, scales); }
 
 private:
-  struct Unpacked {
-    alignas(64) int8_t q[kGroup];
-    alignas(64) float scales[16];
-    alignas(32) float ws[8];
-
-    APU_INLINE UnpackedGroup group() const {
-      UnpackedGroup g;
-      for (int i = 0; i < 4; i++) g.q[i] = _mm512_xor_si512(load512(q + 64 * i), _mm512_set1_epi8(-128));
-      g.ws = _mm256_load_ps(ws);
-      g.scales = _mm512_load_ps(scales);
-      return g;
+  template <bool Masked>
+  static APU_INLINE Group load_two(const uint8_t *quad0, int count0, const uint8_t *quad1, int count1) {
+    static constexpr Table<int64_t> alternate{[](int i) { return i / 2 + i % 2 * 8; }};
+    static constexpr Table<uint8_t> values{[](int i) { return kOffset + kE2m1Values[i % 16]; }};
+    const auto bytes = [](const uint8_t *p, bool there) __attribute__((always_inline)) {
+      return _mm512_castsi256_si512(Masked ? _mm256_maskz_loadu_epi32(there ? 0xff : 0, p + 4) : load256(p + 4));
+    };
+    const auto word = [](const uint8_t *p, bool there) __attribute__((always_inline)) {
+      return !Masked || there ? static_cast<int32_t>(load32(p)) : 0;
+    };
+    const uint8_t *p0 = quad0 + sizeof(NVFP4), *p1 = quad1 + sizeof(NVFP4);
+    Group g;
+    const __m512i n[2] = {_mm512_permutex2var_epi64(bytes(quad0, count0 > 0), alternate, bytes(quad1, count1 > 0)),
+                          _mm512_permutex2var_epi64(bytes(p0, count0 > 1), alternate, bytes(p1, count1 > 1))};
+    for (int i = 0; i < 2; i++) {
+      g.q[i] = _mm512_permutexvar_epi8(n[i], values);
+      g.q[2 + i] = _mm512_permutexvar_epi8(_mm512_srli_epi16(n[i], 4), values);
     }
-  };
-  // `count` blocks to block `first` on.
-  static __attribute__((noinline)) void unpack(const uint8_t *p, int count, int first, Unpacked &to) {
-    Block32 block;
-    for (int b = 0; b < count; b++) {
-      unpack_block(*reinterpret_cast<const B *>(p + b / kBlocks * sizeof(B)), b % kBlocks, block);
-      const int at = first + b;
-      for (int i = 0; i < 4; i++) memcpy(to.q + quads_place(at, i / 2, i % 2), block.q + 8 * i, 8);
-      to.ws[at] = block.ws;
-      memcpy(to.scales + 2 * at, block.sc, sizeof block.sc);
-    }
+    // Exponent and mantissa in their places make 2^-119 of half the number, denormals too; 0x7f stands for zero.
+    const __m512i e4m3 = _mm512_cvtepu8_epi32(
+        _mm_setr_epi32(word(quad0, count0 > 0), word(p0, count0 > 1), word(quad1, count1 > 0), word(p1, count1 > 1)));
+    const __mmask16 number = _mm512_cmpneq_epi32_mask(e4m3, _mm512_set1_epi32(0x7f));
+    const __m512i placed = _mm512_slli_epi32(_mm512_and_si512(e4m3, _mm512_set1_epi32(0x7f)), 20);
+    g.scales = _mm512_maskz_mul_ps(number, _mm512_castsi512_ps(placed), _mm512_set1_ps(0x1p119f));
+    g.ws = _mm256_set1_ps(1.0f);
+    return g;
   }
 };
 
-template <> struct Group<IQ1_S> : UnpackedGroup<IQ1_S> {};
-template <> struct Group<IQ1_M> : UnpackedGroup<IQ1_M> {};
-template <> struct Group<IQ2_XS> : UnpackedGroup<IQ2_XS> {};
-template <> struct Group<IQ2_S> : UnpackedGroup<IQ2_S> {};
-template <> struct Group<IQ3_XXS> : UnpackedGroup<IQ3_XXS> {};
-template <> struct Group<IQ3_S> : UnpackedGroup<IQ3_S> {};
-template <> struct Group<NVFP4> : UnpackedGroup<NVFP4> {};
-template <> struct Group<TQ1_0> : UnpackedGroup<TQ1_0> {};
-template <> struct Group<TQ2_0> : UnpackedGroup<TQ2_0> {};
+// ---- ternary
+
+template <> struct Group<TQ2_0> : HalvesGroup<TQ2_0> {
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    two_bit_blocks(p, g.q);
+    g.ws = broadcast_f16(p + 64);
+    return g;
+  }
+};
+
+template <> struct Group<TQ1_0> : HalvesGroup<TQ1_0> {
+  template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
+    Group g;
+    const __m512i packed = _mm512_maskz_loadu_epi8(low_mask(sizeof(TQ1_0)), p);
+    digits<0, 2>(packed, g.q);
+    digits<1, 3>(packed, g.q);
+    g.ws = broadcast_f16(p + 52);
+    return g;
+  }
+
+private:
+  static constexpr int kPowers[5] = {1, 3, 9, 27, 81};
+  struct Digit {
+    int byte, power;
+  };
+  // Of the element at byte i of register r.
+  static constexpr Digit digit(int r, int i) {
+    const int element = 4 * natural_dword<Order::quads>(16 * r + i / 4) + i % 4;
+    if (element < 160) return {element % 32, kPowers[element / 32]};
+    if (element < 240) return {32 + element % 16, kPowers[(element - 160) / 16]};
+    return {48 + element % 4, kPowers[(element - 240) / 4]};
+  }
+  // (byte * power mod 256) * 3 / 256 of two registers, even and odd bytes apart.
+  template <int R, int S> static APU_INLINE void digits(__m512i packed, __m512i *q) {
+    digits_of<R>(packed, q);
+    digits_of<S>(packed, q);
+  }
+  template <int R> static APU_INLINE void digits_of(__m512i packed, __m512i *q) {
+    static constexpr Table<uint8_t> bytes{[](int i) { return digit(R, i).byte; }};
+    static constexpr Table<uint16_t> even{[](int i) { return digit(R, 2 * i).power; }};
+    static constexpr Table<uint16_t> odds{[](int i) { return digit(R, 2 * i + 1).power * 256; }};
+    const __m512i v = _mm512_permutexvar_epi8(bytes, packed), low8 = _mm512_set1_epi16(255);
+    const __m512i a = _mm512_and_si512(_mm512_mullo_epi16(_mm512_and_si512(v, low8), even), low8);
+    const __m512i b = _mm512_mullo_epi16(_mm512_srli_epi16(v, 8), odds); // in the upper byte
+    const __m512i first = _mm512_srli_epi16(_mm512_add_epi16(_mm512_add_epi16(a, a), a), 8);
+    const __m512i second = _mm512_mulhi_epu16(b, _mm512_set1_epi16(3));
+    q[R] = _mm512_or_si512(first, _mm512_slli_epi16(second, 8));
+  }
+};
 
 } // namespace
 } // namespace apu::cpu::avx512

@@ -434,6 +434,9 @@ APU_INLINE __m128i byte_planes(__m128i v) {
   return _mm_shuffle_epi8(v, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
 }
 
+// Scales of halves, block after block, to planes.
+inline constexpr Table<int32_t> kOrderedToPlanes{[](int i) { return i % 8 * 2 + i / 8; }};
+
 // From registers of blocks b, b + 4 and b + 1, b + 5.
 APU_INLINE void interleave_far(__m512i a, __m512i b, __m512i &first, __m512i &last) {
   static constexpr Table<int64_t> firsts{[](int i) { return i / 4 * 8 + i % 2 * 4 + i / 2 % 2 * 2; }};
@@ -504,16 +507,21 @@ template <> struct Group<Q6_K> : HalvesGroup<Q6_K> {
   }
 };
 
+// 64 bytes of Q2_K's qs.
+APU_INLINE void two_bit_blocks(const uint8_t *p, __m512i *q) {
+  const __m512i bits = loaded(load512(p)), low2 = _mm512_set1_epi8(3);
+  __m512i first, last; // blocks 0, 1, 4, 5, and the others four bits higher
+  interleave_far(bits, _mm512_srli_epi16(bits, 2), first, last);
+  q[0] = _mm512_and_si512(first, low2);
+  q[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low2);
+  q[2] = _mm512_and_si512(last, low2);
+  q[3] = _mm512_and_si512(_mm512_srli_epi16(last, 4), low2);
+}
+
 template <> struct Group<Q2_K> : HalvesGroup<Q2_K> {
   template <bool, int> static APU_INLINE Group load(const uint8_t *p, const Tail &) {
     Group g;
-    const __m512i bits = loaded(load512(p + 16)), low2 = _mm512_set1_epi8(3);
-    __m512i first, last; // blocks 0, 1, 4, 5, and the others four bits higher
-    interleave_far(bits, _mm512_srli_epi16(bits, 2), first, last);
-    g.q[0] = _mm512_and_si512(first, low2);
-    g.q[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low2);
-    g.q[2] = _mm512_and_si512(last, low2);
-    g.q[3] = _mm512_and_si512(_mm512_srli_epi16(last, 4), low2);
+    two_bit_blocks(p + 16, g.q);
     g.scales = _mm_and_si128(load128(p), _mm_set1_epi8(15));
     g.mins = _mm_and_si128(_mm_srli_epi16(load128(p), 4), _mm_set1_epi8(15));
     g.ws = broadcast_f16(p + 80);
