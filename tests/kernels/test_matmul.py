@@ -64,6 +64,18 @@ def test_levels_and_row_counts_agree_bit_for_bit(levels: tuple[Level, ...], dtyp
         assert np.array_equal(bits(last), bits(expected[-1:])), f"{level.name}, last row alone"
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED_TYPES, ids=lambda dtype: dtype.name)
+def test_passes_over_blocks_of_weights_agree_bit_for_bit(levels: tuple[Level, ...], dtype: Q) -> None:
+    """More weights than kernels keep near for several passes of activations: 300 KB and an odd number of rows."""
+    n = 300_000 // random_weights(dtype, 1, 256).shape[1] | 1
+    w, x = random_weights(dtype, n, 256), random_activations(15, 256)
+    expected = levels[0].matmul(dtype, w, x)
+    for level in levels[1:]:
+        for rows in (1, 11, 15):
+            found = level.matmul(dtype, w, x[:rows])
+            assert np.array_equal(bits(found), bits(expected[:rows])), f"{level.name}, {rows} rows"
+
+
 @pytest.mark.parametrize(("dtype", "k"), QUANTIZED_CASES)
 def test_quantised_activations_stay_within_their_bound(levels: tuple[Level, ...], dtype: Q, k: int) -> None:
     w, x = random_weights(dtype, 24, k), random_activations(5, k)
