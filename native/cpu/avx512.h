@@ -31,13 +31,6 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
 void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out);
 void pack(const ActBlocks &a);
 void quantize(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a);
-void scale(float scale, float *y, uint32_t n);
-void rms_norm(const float *x, const float *weight, const float *residual, float eps, float *out, uint32_t n);
-void silu_mul(const float *gate, const float *up, float *out, uint32_t n);
-void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n);
-void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n);
-void soft_cap(float *x, float cap, uint32_t n);
-float max(const float *x, uint32_t n);
-float exp_sum(float *x, float max, uint32_t n);
+#include "row_helpers.h"
 
 } // namespace apu::cpu::avx512
