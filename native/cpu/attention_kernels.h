@@ -36,12 +36,13 @@ struct AttentionKernels {
     // What scores() wants of queries q (n, d), in query_bytes(n, d) bytes.
     void (*prepare)(const float *q, uint32_t n, uint32_t d, void *query);
     // scores[i * 128 + j] = q[i] . k[j] for i in [0, n) and j in [begin, end); what lies outside may be overwritten.
-    // work: work_bytes(d).
+    // work: work_bytes(d). next: a part of a page that will be read afterwards and comes to the cache meanwhile, or
+    // null.
     void (*scores)(const void *query, uint32_t n, const uint8_t *k, uint32_t d, uint32_t begin, uint32_t end,
-                   float *scores, float *work);
+                   const uint8_t *next, float *scores, float *work);
     // acc[i] += p[i * 128 + j] * v[j] for i in [0, n) and j in [begin[i], end[i]) in order; acc (n, d).
     void (*values)(const float *p, uint32_t n, const uint8_t *v, uint32_t d, const uint32_t *begin, const uint32_t *end,
-                   float *acc, float *work);
+                   const uint8_t *next, float *acc, float *work);
   };
   Type f32, f16, q8_0;
   // s = exp(s - m), m the larger of `max` and the n scores, which is returned; *sum their sum.

@@ -18,9 +18,8 @@ namespace {
 
 #define APU_INLINE_TILE [[gnu::always_inline]] inline
 
-constexpr uint32_t kBlock = 32;        // elements of a Q8_0 block
-constexpr uint32_t kFetchAhead = 4096; // bytes, a few hundred nanoseconds of reading
-constexpr uint32_t kValueStep = 32;    // rows of values that one pass takes where there are several
+constexpr uint32_t kBlock = 32;     // elements of a Q8_0 block
+constexpr uint32_t kValueStep = 32; // rows of values that one pass takes where there are several
 constexpr uint32_t kTile = kKeyTile;
 constexpr uint32_t kTile8 = kKeyTileQ8;
 constexpr uint32_t kValueTile8 = kValueTileQ8;
@@ -112,6 +111,11 @@ template <class V> void store_v_q8(const float *x, uint32_t d, uint32_t row, uin
 
 // ---- scores of float keys ----------------------------------------------------------------------------------------
 
+// To the second cache level; p may be anything.
+template <uint32_t Bytes> APU_INLINE_TILE void fetch(const void *p) {
+  for (uint32_t line = 0; line < Bytes; line += 64) __builtin_prefetch(static_cast<const char *>(p) + line, 0, 2);
+}
+
 // acc[i, p] += left(i) * right(p), the shorter side held in registers.
 template <class V, uint32_t NQ, uint32_t NP, class Left, class Right>
 APU_INLINE_TILE void outer(Left left, Right right, typename V::T *acc) {
@@ -131,15 +135,12 @@ APU_INLINE_TILE void outer(Left left, Right right, typename V::T *acc) {
   }
 }
 
-// Fetches the lines of elements below `fetch`, kFetchAhead bytes before they are used.
 template <class V, uint32_t NQ, uint32_t NP, class E>
-APU_INLINE_TILE void score_tile(const float *q, const E *k, uint32_t d, uint32_t fetch, float *scores) {
-  constexpr uint32_t ahead = kFetchAhead / (kTile * sizeof(E));
+APU_INLINE_TILE void score_tile(const float *q, const E *k, uint32_t d, const E *next, float *scores) {
   typename V::T acc[NQ * NP];
   for (uint32_t i = 0; i < NQ * NP; ++i) acc[i] = V::zero();
   for (uint32_t m = 0; m < d; ++m) {
-    if (m + ahead < fetch)
-      for (uint32_t e = 0; e < kTile; e += 64 / sizeof(E)) __builtin_prefetch(k + size_t(m + ahead) * kTile + e);
+    if (next) fetch<kTile * sizeof(E)>(next + size_t(m) * kTile);
     outer<V, NQ, NP>([&](uint32_t i) { return V::set(q[size_t(i) * d + m]); },
                      [&](uint32_t p) { return V::load(k + size_t(m) * kTile + p * V::W); }, acc);
   }
@@ -169,31 +170,27 @@ template <uint32_t Most, class F> APU_INLINE_TILE void by_groups(uint32_t n, F f
   }
 }
 
-// One pass over a tile reads memory in its order, which is what hardware fetches ahead; where the registers ask for
-// more passes, the first one fetches for all.
 template <class V, class E>
 void tiled_scores(const void *query, uint32_t n, const uint8_t *page, uint32_t d, uint32_t begin, uint32_t end,
-                  float *scores, float *work) {
+                  const uint8_t *next, float *scores, float *work) {
   const float *q = static_cast<const float *>(query);
   constexpr uint32_t whole = kTile / V::W; // registers
   for (uint32_t j = begin / kTile * kTile; j < end; j += kTile) {
     const E *k = reinterpret_cast<const E *>(page) + size_t(j) * d;
-    auto run = [&](const auto *keys) {
-      constexpr bool straight = sizeof(*keys) == sizeof(E);
+    auto run = [&](const auto *keys, const auto *ahead) {
       by_groups<V::NQ>(n, [&]<uint32_t N>(uint32_t i) {
         constexpr uint32_t most = V::registers >= 32 || N <= 3 ? 4 : 2, NP = whole < most ? whole : most;
         for (uint32_t p = 0; p < whole; p += NP) {
-          const uint32_t fetch = straight && NP < whole && i + p == 0 ? (kAttentionRows - j) / kTile * d : 0;
-          score_tile<V, N, NP>(q + size_t(i) * d, keys + p * V::W, d, fetch,
+          score_tile<V, N, NP>(q + size_t(i) * d, keys + p * V::W, d, p ? nullptr : ahead,
                                scores + i * kAttentionRows + j + p * V::W);
         }
       });
     };
     if (n <= V::NQ) {
-      run(k);
+      run(k, next ? reinterpret_cast<const E *>(next) + size_t(j) * d : nullptr);
     } else {
       for (uint32_t m = 0; m < d * kTile; m += V::W) V::store(work + m, V::load(k + m));
-      run(static_cast<const float *>(work));
+      run(static_cast<const float *>(work), static_cast<const float *>(nullptr));
     }
   }
 }
@@ -204,11 +201,9 @@ void tiled_scores(const void *query, uint32_t n, const uint8_t *page, uint32_t d
 template <class V, class E> struct Rows {
   const E *data; // of position 0
   uint32_t d;
+  const E *next; // likewise of the part that is fetched meanwhile, or null
   const E *row(uint32_t j) const { return data + size_t(j) * d; }
-  // The row to fetch while row j is used, or null.
-  const E *fetch(uint32_t j) const {
-    return V::registers < 32 && sizeof(E) == 2 && j + kValueStep < kAttentionRows ? row(j + kValueStep) : nullptr;
-  }
+  const E *row_of_next(uint32_t j) const { return next + size_t(j) * d; }
   typename V::T load(const E *row, uint32_t c, uint32_t) const { return V::load(row + c); }
   float at(uint32_t j, uint32_t c) const {
     if constexpr (sizeof(E) == sizeof(float)) return data[size_t(j) * d + c];
@@ -221,10 +216,9 @@ template <class V> struct RowsQ8 {
   const int8_t *data;
   uint32_t d, first;
   const float *scales; // (d/32, 32)
+  const int8_t *next;  // the same tile of the part that is fetched meanwhile, or null
   const int8_t *row(uint32_t j) const { return data + size_t(j - first) * d; }
-  const int8_t *fetch(uint32_t j) const {
-    return first + kValueTile8 < kAttentionRows ? row(j) + q8_bytes(kValueTile8, d) : nullptr;
-  }
+  const int8_t *row_of_next(uint32_t j) const { return next + size_t(j - first) * d; }
   typename V::T load(const int8_t *row, uint32_t c, uint32_t j) const {
     return V::mul(V::load(row + c), V::set(scales[c / kBlock * kValueTile8 + j - first]));
   }
@@ -237,8 +231,7 @@ APU_INLINE_TILE void value_tile(const float *p, const R &v, uint32_t column, uin
     for (uint32_t c = 0; c < NC; ++c) sum[i * NC + c] = V::load(acc + i * v.d + column + c * V::W);
   for (uint32_t j = begin; j < end; ++j) {
     const auto *row = v.row(j);
-    if (const auto *next = v.fetch(j))
-      for (uint32_t c = 0; c < NC * V::W; c += 64 / sizeof(*next)) __builtin_prefetch(next + column + c);
+    if (v.next) fetch<NC * V::W * sizeof(*row)>(v.row_of_next(j) + column);
     outer<V, NQ, NC>([&](uint32_t i) { return V::set(p[i * kAttentionRows + j]); },
                      [&](uint32_t c) { return v.load(row, column + c * V::W, j); }, sum);
   }
@@ -311,7 +304,7 @@ void converted_values(const float *p, uint32_t n, const R &v, uint32_t first, ui
     if constexpr (requires { v.at(0, 0); })
       for (; c < v.d; ++c) to[c] = v.at(j, c);
   }
-  value_groups<V>(p, n, Rows<V, float>{work - size_t(first) * v.d, v.d}, first, last, begins, ends, acc);
+  value_groups<V>(p, n, Rows<V, float>{work - size_t(first) * v.d, v.d, nullptr}, first, last, begins, ends, acc);
 }
 
 // Positions that any vector sees.
@@ -325,8 +318,8 @@ inline void extent(uint32_t n, const uint32_t *begins, const uint32_t *ends, uin
 
 template <class V, class E>
 void tiled_values(const float *p, uint32_t n, const uint8_t *page, uint32_t d, const uint32_t *begins,
-                  const uint32_t *ends, float *acc, float *work) {
-  const Rows<V, E> rows{reinterpret_cast<const E *>(page), d};
+                  const uint32_t *ends, const uint8_t *next, float *acc, float *work) {
+  const Rows<V, E> rows{reinterpret_cast<const E *>(page), d, reinterpret_cast<const E *>(next)};
   uint32_t first, last;
   extent(n, begins, ends, first, last);
   // Few vectors: in one pass where a row fits into the registers. Many: half of the first cache level at a time.
@@ -343,7 +336,7 @@ void tiled_values(const float *p, uint32_t n, const uint8_t *page, uint32_t d, c
 
 template <class V>
 void values_q8(const float *p, uint32_t n, const uint8_t *page, uint32_t d, const uint32_t *begins,
-               const uint32_t *ends, float *acc, float *work) {
+               const uint32_t *ends, const uint8_t *next, float *acc, float *work) {
   uint32_t first, last;
   extent(n, begins, ends, first, last);
   float *scales = work + size_t(d) * kValueTile8;
@@ -351,7 +344,10 @@ void values_q8(const float *p, uint32_t n, const uint8_t *page, uint32_t d, cons
     const uint8_t *tile = page + t / kValueTile8 * q8_bytes(kValueTile8, d);
     const auto *halves = reinterpret_cast<const uint16_t *>(tile + size_t(d) * kValueTile8);
     for (uint32_t i = 0; i < d / kBlock * kValueTile8; i += V::W) V::store(scales + i, V::load(halves + i));
-    const RowsQ8<V> rows{reinterpret_cast<const int8_t *>(tile), d, t, scales};
+    const uint8_t *ahead = next ? next + (tile - page) : nullptr;
+    if (ahead)
+      for (uint32_t b = 0; b < d / kBlock; ++b) fetch<2 * kValueTile8>(ahead + d * kValueTile8 + 2 * b * kValueTile8);
+    const RowsQ8<V> rows{reinterpret_cast<const int8_t *>(tile), d, t, scales, reinterpret_cast<const int8_t *>(ahead)};
     const uint32_t from = most(first, t), to = least(last, t + kValueTile8);
     if (n <= V::NQ)
       value_groups<V>(p, n, rows, from, to, begins, ends, acc);
@@ -412,7 +408,7 @@ template <class V> void prepare_q8(const float *q, uint32_t n, uint32_t d, void 
 
 template <class V>
 void scores_q8(const void *query, uint32_t n, const uint8_t *page, uint32_t d, uint32_t begin, uint32_t end,
-               float *scores, float *) {
+               const uint8_t *next, float *scores, float *) {
   const QueryQ8<V> q(query, n, d);
   const uint32_t blocks = d / kBlock;
   for (uint32_t j = begin / kTile8 * kTile8; j < end; j += kTile8) {
@@ -423,6 +419,7 @@ void scores_q8(const void *query, uint32_t n, const uint8_t *page, uint32_t d, u
       typename V::T acc[N * parts];
       for (uint32_t r = 0; r < N * parts; ++r) acc[r] = V::zero();
       for (uint32_t b = 0; b < blocks; ++b) {
+        if (next && i == 0) fetch<34 * kTile8>(next + (tile - page) + size_t(b) * 34 * kTile8);
         typename V::T products[N * parts]; // integers, rounded
         V::template dot_tile<N>(tile + size_t(b) * kBlock * kTile8, q.numbers + (size_t(i) * blocks + b) * kBlock,
                                 size_t(d), q.sums + size_t(i) * blocks + b, blocks, products);

@@ -18,6 +18,7 @@ namespace {
 constexpr uint32_t kSpan = 256;        // positions; a multiple of the page
 constexpr uint32_t kBlockVectors = 36; // query vectors (rows x heads of one kv head) that share loads of K and V:
                                        // whole groups of the kernels' six
+constexpr uint32_t kFetchVectors = 6;
 constexpr uint32_t kMaxSpreadBlocks = 64;
 constexpr size_t kPartialFloor = 16u << 20;
 
@@ -164,6 +165,7 @@ private:
     uint32_t n = b.count * group_;
     std::fill_n(state, n, kEmpty);
     std::memset(acc, 0, size_t(n) * dv_ * sizeof(float));
+    const bool few = n <= kFetchVectors;
     uint32_t low = lowest(c.run.step.rows[b.row].position);
     uint32_t high = c.run.step.rows[b.row + b.count - 1].position;
     for (uint32_t base = span * kSpan; base < (span + 1) * kSpan && base <= high; base += kPageTokens) {
@@ -180,7 +182,10 @@ private:
           first = std::min(first, c.begin[i]), last = std::max(last, c.end[i]);
       }
       if (first >= last) continue;
-      k_.scores(c.query, n, k_state_.head(page, head), d_, first, last, c.scores, c.work);
+      // Few vectors take a page faster than memory gives the next one: it must be on its way by then.
+      const uint8_t *v_part = v_state_.head(page, head), *next = nullptr;
+      if (base + kPageTokens <= high) next = k_state_.head(table[base / kPageTokens + 1], head);
+      k_.scores(c.query, n, k_state_.head(page, head), d_, first, last, few ? v_part : nullptr, c.scores, c.work);
       for (uint32_t i = 0; i < n; ++i) {
         if (c.begin[i] == c.end[i]) continue;
         float *s = c.scores + size_t(i) * kPageTokens + c.begin[i];
@@ -191,7 +196,7 @@ private:
         state[i] = {max, state[i].sum * shrink + sum};
         if (shrink != 1) kernels.scale(shrink, acc + size_t(i) * dv_, dv_);
       }
-      v_.values(c.scores, n, v_state_.head(page, head), dv_, c.begin, c.end, acc, c.work);
+      v_.values(c.scores, n, v_part, dv_, c.begin, c.end, few ? next : nullptr, acc, c.work);
     }
   }
 
