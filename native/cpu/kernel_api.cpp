@@ -1,7 +1,7 @@
 // The kernels by themselves, for tests and benchmarks: one matrix product, one dequantisation, and the plain read that
 // bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
 #include "common.h"
-#include "cpu/ops.h"
+#include "cpu/matrix_product.h"
 #include "quant/activations.h"
 
 #include <algorithm>
@@ -17,9 +17,7 @@ using namespace apu::cpu;
 
 namespace {
 
-constexpr size_t kChunkBytes = 64 << 10;   // of weights that a worker claims at a time
-constexpr uint64_t kReadBytes = 256 << 10; // of a plain read
-constexpr uint32_t kMany = 8; // rows of activations from which kernels take weight rows by 32, before that by 8
+constexpr uint64_t kReadBytes = 256 << 10; // of a plain read that a worker claims at a time
 
 struct Free {
   void operator()(void *p) const { std::free(p); }
@@ -90,8 +88,6 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     const Buffer<float> both = allocate<float>(terms == 2 ? size_t{rows} * 2 * n : 0); // (T, 2, N)
     const size_t work_bytes = aligned(kernels.work_bytes(k));
     const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
-    const uint32_t group = rows < kMany ? 8 : 32;
-    const uint32_t chunk = std::max(static_cast<uint32_t>(kChunkBytes / bytes) / group, 1u) * group;
     device->pool.run(0, [&](Worker &worker) {
       if (quantized) {
         Split split(worker, rows, 1);
@@ -105,7 +101,7 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
         worker.barrier();
       }
       void *scratch = work.get() + work_bytes * worker.index;
-      Split split(worker, n, chunk);
+      Split split(worker, n, rows < kMany ? chunk_rows(worker, uint64_t{bytes} * n, bytes) : kWideUnit);
       for (uint32_t b, e; split.next(b, e);) {
         if (!quantized) {
           kernels.matmul_float(matrix, x, k, rows, b, e, y + b, n, scratch);
@@ -152,16 +148,20 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   double best = std::numeric_limits<double>::infinity();
   uint64_t start = 0;
   std::atomic<uint64_t> sink{0};
-  device->pool.run(0, [&](Worker &worker) {
-    for (uint32_t r = 0; r < repeats; ++r) {
-      worker.barrier([&] { start = now_ns(); });
-      Split split(worker, units, 1);
-      uint64_t sum = 0;
-      for (uint32_t b, e; split.next(b, e);) sum ^= read_range(base + b * unit, std::min(bytes, e * unit) - b * unit);
-      sink.fetch_xor(sum, std::memory_order_relaxed);
-      worker.barrier([&] { best = std::min(best, static_cast<double>(now_ns() - start) * 1e-9); });
-    }
-  });
+  try {
+    device->pool.run(0, [&](Worker &worker) {
+      for (uint32_t r = 0; r < repeats; ++r) {
+        worker.barrier([&] { start = now_ns(); });
+        Split split(worker, units, 1);
+        uint64_t sum = 0;
+        for (uint32_t b, e; split.next(b, e);) sum ^= read_range(base + b * unit, std::min(bytes, e * unit) - b * unit);
+        sink.fetch_xor(sum, std::memory_order_relaxed);
+        worker.barrier([&] { best = std::min(best, static_cast<double>(now_ns() - start) * 1e-9); });
+      }
+    });
+  } catch (const std::bad_alloc &) {
+    return fail(APU_E_MEMORY, "apu_kernel_read: cannot allocate the workers' job");
+  }
   *gb_per_s = static_cast<double>(bytes) / best * 1e-9;
   return APU_OK;
 }

@@ -102,8 +102,7 @@ struct Q6_K {
   uint8_t d[2];
 };
 
-// ---- codebooks: 256 elements in groups of eight (IQ1, IQ2) or four (IQ3) that are one index; see unpack.h
-// ------------
+// ---- codebooks: 256 elements in groups of eight (IQ1, IQ2) or four (IQ3) that are one index; see unpack.h -----------
 
 struct IQ2_XXS {
   uint8_t d[2];   // f16
