@@ -24,12 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from apu_engine.cli import standard_streams
+from apu_engine.cli.bench import Case, cases
 from apu_engine.errors import ApuError, ConfigError
 
 OURS = (sys.executable, "-m", "apu_engine")
@@ -86,8 +86,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, least in (("pairs", 1), ("repetitions", 1), ("retries", 0), ("noise", 0), ("starts", 0), ("threads", 0)):
         if getattr(args, name) < least:
             raise ConfigError(f"--{name}: expected at least {least}, found {getattr(args, name)}", name)
-    if not any(args.n_prompt + args.n_gen):
-        raise ConfigError("nothing to measure: -p and -n are both 0", "n_prompt")
+    args.tests = cases(args.n_prompt, args.n_gen, args.n_depth)
     return args
 
 
@@ -99,16 +98,6 @@ def numbers(text: str) -> list[int]:
 
 
 # ---------------------------------------------------------------- one run, and who else used the CPU
-
-
-class Test(NamedTuple):
-    n_prompt: int
-    n_gen: int
-    n_depth: int
-
-    def __str__(self) -> str:
-        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
 
 class CpuTimes(NamedTuple):
@@ -171,13 +160,15 @@ def execute(command: Sequence[str], timeout: float) -> Output:
         process.returncode = os.waitstatus_to_exitcode(status)
         own = _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF)) - own + _cpu_seconds(usage)
         share = noise(before, CpuTimes.now(), own, seconds, cores)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
+        printed, complaints = _text(out), _text(err)
     if process.returncode:
-        raise ApuError(_failure(command, process.returncode, texts[1] or texts[0], seconds >= timeout, timeout))
-    return Output(*texts, share)
+        raise ApuError(_failure(command, process.returncode, complaints or printed, seconds >= timeout, timeout))
+    return Output(printed, complaints, share)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _cpu_seconds(usage: resource.struct_rusage) -> float:
@@ -236,7 +227,7 @@ def results(command: Sequence[str], text: str) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
-def result_of(command: Sequence[str], text: str, test: Test) -> dict[str, Any]:
+def result_of(command: Sequence[str], text: str, test: Case) -> dict[str, Any]:
     """The row of one test; its `avg_ts` is a positive number."""
     rows = list(results(command, text))
     for row in rows:
@@ -249,7 +240,7 @@ def result_of(command: Sequence[str], text: str, test: Test) -> dict[str, Any]:
     raise ApuError(f"`{shlex.join(command)}` printed no result for {expected}, but {len(rows)} others")
 
 
-def bench_command(program: Sequence[str], model: str, test: Test, args: argparse.Namespace, more: str) -> list[str]:
+def bench_command(program: Sequence[str], model: str, test: Case, args: argparse.Namespace, more: str) -> list[str]:
     command = [*program, "-m", model, "-p", str(test.n_prompt), "-n", str(test.n_gen), "-r", str(args.repetitions)]
     command += ["-d", str(test.n_depth)] if test.n_depth else []
     command += ["-t", str(args.threads)] if args.threads else []
@@ -264,7 +255,7 @@ class Pairs:
     """Runs of one test, in pairs."""
 
     model: str
-    test: Test
+    test: Case
     peer: list[dict[str, Any]] = field(default_factory=list)
     ours: list[dict[str, Any]] = field(default_factory=list)
     guards: dict[str, Guard] = field(default_factory=dict)
@@ -275,7 +266,7 @@ class Pairs:
         row: dict[str, Any] = {
             "model": self.model,
             "model_type": self.ours[0].get("model_type"),
-            "test": str(self.test),
+            "test": self.test.name,
             **self.test._asdict(),
             "peer_ts": peer,
             "our_ts": ours,
@@ -313,13 +304,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     files = {model: open_model(model).files for model in args.model}
     if CpuTimes.now() is None:
         note("/proc/stat tells nothing about the CPU: no run will be discarded")
-    tests = [Test(p, 0, d) for p, d in product(args.n_prompt, args.n_depth) if p]
-    tests += [Test(0, n, d) for n, d in product(args.n_gen, args.n_depth) if n]
     reports, starts = [], []
     for model, parts in files.items():
         for part in parts:
             cache(part)
-        for test in tests:
+        for test in args.tests:
             pairs = Pairs(model, test)
             for name in (args.peer_name, NAME):
                 pairs.guards[name] = Guard(args.noise, args.retries, note)
@@ -331,7 +320,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for name, rows, command in sides if number % 2 == 0 else sides[::-1]:
                     output = pairs.guards[name].run(name, command, args.timeout)
                     rows.append(result_of(command, output.out, test))
-                    note(f"{Path(model).name} {test}, {name}: {rows[-1]['avg_ts']:.2f} t/s")
+                    note(f"{Path(model).name} {test.name}, {name}: {rows[-1]['avg_ts']:.2f} t/s")
             reports.append(pairs.report())
         if args.starts:
             starts.append(time_starts(model, args, note))

@@ -36,6 +36,15 @@ class Case(NamedTuple):
         return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
 
+def cases(prompts: Sequence[int], gens: Sequence[int], depths: Sequence[int]) -> list[Case]:
+    """Every combination, prompts first; zeros are none. Raises ConfigError when nothing is left."""
+    found = [Case(p, 0, d) for p, d in product(prompts, depths) if p]
+    found += [Case(0, n, d) for n, d in product(gens, depths) if n]
+    if not found:
+        raise ConfigError("nothing to measure: -p and -n are both 0", "n_prompt")
+    return found
+
+
 _SHARED = ("queue", "max_tokens", "log_level", "timings", "threads", "batch", "parallel", "ctx")
 
 
@@ -69,11 +78,7 @@ def bench(
     require_model(config, "bench")
     if output not in FORMATS:
         raise ConfigError(f"--output: expected one of {', '.join(FORMATS)}, found {output!r}", "output")
-    prompts, gens, depths = (_numbers(flag, text) for flag, text in (("-p", n_prompt), ("-n", n_gen), ("-d", n_depth)))
-    tests = [Case(p, 0, d) for p, d in product(prompts, depths) if p]
-    tests += [Case(0, n, d) for n, d in product(gens, depths) if n]
-    if not tests:
-        raise ConfigError("nothing to measure: -p and -n are both 0", "n_prompt")
+    tests = cases(*(_numbers(flag, text) for flag, text in (("-p", n_prompt), ("-n", n_gen), ("-d", n_depth))))
     from apu_engine.cli.bench_report import Writer
 
     writer = Writer(output)

@@ -97,9 +97,8 @@ def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = Fals
     sequence = Running(job, 0.0, scheduler.pool.tables(), reserved)
     scheduler.add(sequence)
     steps: list[Rows] = []
-    nanoseconds: list[NDArray[np.uint64]] = []
-
     step_seconds: list[float] = []
+    nanoseconds: list[NDArray[np.uint64]] = []
 
     def step() -> None:
         begin = time.perf_counter()

@@ -78,7 +78,8 @@ _TRIT_PAIRS = np.array([v // 27 << 6 | v // 9 % 3 << 4 | v // 3 % 3 << 2 | v % 3
 
 
 def _pick(table: Bytes, blocks: Blocks) -> Bytes:
-    return table[blocks.astype(np.uint16) * len(table) >> 8]
+    picked: Bytes = table[blocks.astype(np.uint16) * len(table) >> 8]
+    return picked
 
 
 def _tq1_0(blocks: Blocks, scale: float) -> None:
@@ -171,7 +172,8 @@ def block_bytes(dtype: str) -> int:
 
 def _jitter(raw: Bytes) -> NDArray[np.float32]:
     """(n, 2) bytes to n factors, uniform in 0.5 to 1.5."""
-    return raw.view("<u2")[:, 0].astype(np.float32) / np.float32(65536) + np.float32(0.5)
+    factors: NDArray[np.float32] = raw.view("<u2")[:, 0].astype(np.float32) / np.float32(65536) + np.float32(0.5)
+    return factors
 
 
 class BlockStream:
@@ -221,7 +223,8 @@ class BlockStream:
         free[slice(*layout.locked)] = 0
         for at, _ in layout.scales:
             free[at : at + 2] = (0, 0x80 if layout.signed else 0)
-        return self._raw(self.count - 1, 1) & free
+        return np.bitwise_and(self._raw(self.count - 1, 1), free)
 
     def _raw(self, count: int, purpose: int) -> Blocks:
-        return random_bytes(count * self.nbytes, *self._key, purpose).reshape(count, self.nbytes).copy()
+        blocks: Blocks = random_bytes(count * self.nbytes, *self._key, purpose).reshape(count, self.nbytes).copy()
+        return blocks
