@@ -8,14 +8,13 @@ over the environment, which wins over the default; errors name option and source
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from apu_engine.errors import ConfigError
+from apu_engine.options import TRUE, Spec, option
 
 Source = Literal["flag", "argument"]
 GROUPS = {
@@ -26,190 +25,6 @@ GROUPS = {
     "server": "Server",
     "output": "Output",
 }
-_SIZE_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What an option accepts and how it is shown. `optional`: None is a value, an empty string means it."""
-
-    name: str
-    kind: Literal["int", "float", "bool", "str", "path", "size"]
-    default: Any
-    help: str
-    group: str
-    flags: tuple[str, ...]
-    optional: bool
-    choices: tuple[str, ...]
-    lo: float | None
-    hi: float | None
-    default_text: str
-
-    @property
-    def env(self) -> str:
-        return "APU_" + self.name.upper()
-
-    @property
-    def metavar(self) -> str:
-        if self.choices:
-            return "|".join(self.choices)
-        names = {"int": "N", "float": "X", "bool": "0|1", "str": "TEXT", "path": "PATH", "size": "BYTES"}
-        return names[self.kind]
-
-    @property
-    def shown_default(self) -> str:
-        if self.default_text:
-            return self.default_text
-        if self.kind == "bool":
-            return "on" if self.default else "off"
-        if self.kind == "size" and self.default:
-            return format_size(self.default)
-        return "none" if self.default is None else self._show(self.default)
-
-    @property
-    def expected(self) -> str:
-        """What a good value is, for messages and the documentation."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        what = {
-            "int": "an integer",
-            "float": "a number",
-            "bool": "1, true, yes, on or 0, false, no, off",
-            "str": "text",
-            "path": "a path",
-            "size": "a size such as 512MiB or 8G",
-        }[self.kind]
-        if self.lo is not None and self.hi is not None:
-            return f"{what} from {self._show(self.lo)} to {self._show(self.hi)}"
-        if self.lo:
-            return f"{what} of at least {self._show(self.lo)}"
-        return what
-
-    def _show(self, value: Any) -> str:
-        if self.kind == "size":
-            return format_size(int(value))
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    def convert(self, value: Any) -> Any:
-        """`value` as this option's type; ValueError when it is not one. Strings are parsed."""
-        if self.optional and (value is None or value == ""):
-            return None
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError
-            return value
-        converted = _CONVERT[self.kind](value)
-        if (self.lo is not None and converted < self.lo) or (self.hi is not None and converted > self.hi):
-            raise ValueError
-        return converted
-
-    def check(self, value: Any, source: str) -> Any:
-        """As `convert`, but raises ConfigError naming the option as the user of `source` knows it."""
-        try:
-            return self.convert(value)
-        except (ValueError, TypeError, OverflowError):
-            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
-            label, where = self.name, "argument"
-            if source == "flag":
-                label, where = self.flags[0] if self.flags else self.name, "command line"
-            elif source == "environment":
-                label, where = self.env, "environment"
-            message = f"{label}: expected {self.expected}, found {shown} (from the {where})"
-            raise ConfigError(message, self.name) from None
-
-
-def _to_int(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError
-    return int(value)
-
-
-def _to_float(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
-
-
-def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError
-    return text in _TRUE
-
-
-def _to_str(value: Any) -> str:
-    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(text, str) or "\0" in text:
-        raise ValueError
-    return text
-
-
-def _to_size(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError
-    if isinstance(value, int):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
-    if match is None:
-        raise ValueError
-    return int(float(match[1]) * _SIZE_UNITS[match[2]])
-
-
-_CONVERT: Mapping[str, Any] = {
-    "int": _to_int,
-    "float": _to_float,
-    "bool": _to_bool,
-    "str": _to_str,
-    "path": _to_str,
-    "size": _to_size,
-}
-
-
-def format_size(nbytes: int) -> str:
-    """Bytes in binary units that `--memory-limit` and its like read back: 0, 512 B, 1.5 GiB."""
-    for unit, name in (("t", "TiB"), ("g", "GiB"), ("m", "MiB"), ("k", "KiB")):
-        if nbytes >= _SIZE_UNITS[unit]:
-            amount = nbytes / _SIZE_UNITS[unit]
-            return f"{amount:.0f} {name}" if amount == int(amount) else f"{amount:.1f} {name}"
-    return f"{nbytes} B" if nbytes else "0"
-
-
-def _option(
-    kind: Literal["int", "float", "bool", "str", "path", "size"],
-    default: Any,
-    help: str,
-    *flags: str,
-    group: str,
-    choices: tuple[str, ...] = (),
-    lo: float | None = None,
-    hi: float | None = None,
-    default_text: str = "",
-    optional: bool | None = None,
-) -> Any:
-    optional = default is None if optional is None else optional
-    return field(
-        default=default,
-        metadata={
-            "kind": kind,
-            "help": help,
-            "flags": flags,
-            "group": group,
-            "choices": choices,
-            "lo": lo,
-            "hi": hi,
-            "default_text": default_text,
-            "optional": optional,
-        },
-    )
-
-
 _FROM_FILE = "the file's general.sampling key, else "
 
 
@@ -218,7 +33,7 @@ class EngineConfig:
     """All options, checked; a field's meaning is its help text, here and in docs/configuration.md."""
 
     # ---- model and device
-    model: str | None = _option(
+    model: str | None = option(
         "path",
         None,
         "Model file (GGUF; any shard of a split set, or a folder that holds one).",
@@ -226,14 +41,14 @@ class EngineConfig:
         "-m",
         group="model",
     )
-    device: str = _option(
+    device: str = option(
         "str",
         "auto",
         "Where the model runs: auto, cpu or hip[:N]; auto takes hip where usable, else cpu.",
         "--device",
         group="model",
     )
-    threads: int = _option(
+    threads: int = option(
         "int",
         0,
         "CPU workers; 0 takes the physical cores that affinity and cgroup allow.",
@@ -244,7 +59,7 @@ class EngineConfig:
         hi=512,
         default_text="0 (physical cores)",
     )
-    isa: str = _option(
+    isa: str = option(
         "str",
         "auto",
         "CPU instruction set; a level that the processor lacks is an error.",
@@ -252,8 +67,8 @@ class EngineConfig:
         group="model",
         choices=("auto", "portable", "avx2", "avx2vnni", "avx512"),
     )
-    pin: bool = _option("bool", False, "Pin each CPU worker to one core.", "--pin", group="model")
-    precision: str = _option(
+    pin: bool = option("bool", False, "Pin each CPU worker to one core.", "--pin", group="model")
+    precision: str = option(
         "str",
         "default",
         "Activations in matrix products: quantised per weight type (default), or float (exact: slower, the oracle).",
@@ -261,7 +76,7 @@ class EngineConfig:
         group="model",
         choices=("default", "exact"),
     )
-    kv_type: str = _option(
+    kv_type: str = option(
         "str",
         "auto",
         "Type of the KV cache, keys and values alike; auto is f32 when the model's matrices are F32, else f16. "
@@ -271,7 +86,7 @@ class EngineConfig:
         group="model",
         choices=("auto", "f32", "f16", "q8_0"),
     )
-    memory: str = _option(
+    memory: str = option(
         "str",
         "auto",
         "How a device reaches the weights: in place after registration, in place without, or as one copy "
@@ -280,7 +95,7 @@ class EngineConfig:
         group="model",
         choices=("auto", "registered", "direct", "staged"),
     )
-    memory_limit: int = _option(
+    memory_limit: int = option(
         "size",
         0,
         "Most bytes that KV cache and scratch may take; 0 takes what the machine and the cgroup have free.",
@@ -289,17 +104,17 @@ class EngineConfig:
         lo=0,
         default_text="0 (what is free)",
     )
-    mlock: bool = _option(
+    mlock: bool = option(
         "bool",
         False,
         "Lock the mapped weights in memory (needs a memlock limit above the file's size).",
         "--mlock",
         group="model",
     )
-    prefetch: bool = _option(
+    prefetch: bool = option(
         "bool", True, "Read the whole file into the page cache while loading.", "--prefetch", group="model"
     )
-    copy_weights: bool = _option(
+    copy_weights: bool = option(
         "bool",
         False,
         "Debugging only: copy the weights to anonymous memory instead of using the mapped file, so that the "
@@ -308,7 +123,7 @@ class EngineConfig:
     )
 
     # ---- engine
-    ctx: int = _option(
+    ctx: int = option(
         "int",
         0,
         "Context length in tokens, prompt and answer together; 0 takes the least of what the model was "
@@ -321,7 +136,7 @@ class EngineConfig:
         hi=1 << 24,
         default_text="0 (chosen)",
     )
-    parallel: int = _option(
+    parallel: int = option(
         "int",
         1,
         "Requests that run at the same time; each may fill the whole context.",
@@ -331,7 +146,7 @@ class EngineConfig:
         lo=1,
         hi=256,
     )
-    batch: int = _option(
+    batch: int = option(
         "int",
         512,
         "Most rows (tokens) of one step; a longer prompt is read in chunks of this size.",
@@ -341,7 +156,7 @@ class EngineConfig:
         lo=1,
         hi=8192,
     )
-    queue: int = _option(
+    queue: int = option(
         "int",
         64,
         "Requests that may wait for their turn; one more is refused (HTTP 429).",
@@ -350,7 +165,7 @@ class EngineConfig:
         lo=0,
         hi=100_000,
     )
-    max_tokens: int = _option(
+    max_tokens: int = option(
         "int",
         0,
         "Tokens generated when a request names no limit; 0 goes on to the end of the context.",
@@ -363,7 +178,7 @@ class EngineConfig:
     )
 
     # ---- sampling defaults
-    temperature: float | None = _option(
+    temperature: float | None = option(
         "float",
         None,
         "Divides the logits; 0 always takes the most probable token.",
@@ -374,7 +189,7 @@ class EngineConfig:
         hi=100,
         default_text=_FROM_FILE + "0.8",
     )
-    top_k: int | None = _option(
+    top_k: int | None = option(
         "int",
         None,
         "Keep the k most probable tokens; 0 keeps all.",
@@ -384,7 +199,7 @@ class EngineConfig:
         hi=1 << 24,
         default_text=_FROM_FILE + "40",
     )
-    top_p: float | None = _option(
+    top_p: float | None = option(
         "float",
         None,
         "Keep the most probable tokens up to this total probability; 1 keeps all.",
@@ -394,7 +209,7 @@ class EngineConfig:
         hi=1,
         default_text=_FROM_FILE + "0.95",
     )
-    min_p: float | None = _option(
+    min_p: float | None = option(
         "float",
         None,
         "Keep tokens of at least this share of the top token's probability; 0 keeps all.",
@@ -404,7 +219,7 @@ class EngineConfig:
         hi=1,
         default_text=_FROM_FILE + "0.05",
     )
-    repeat_penalty: float | None = _option(
+    repeat_penalty: float | None = option(
         "float",
         None,
         "Divides positive and multiplies negative logits of recent tokens; 1 is none.",
@@ -414,7 +229,7 @@ class EngineConfig:
         hi=100,
         default_text=_FROM_FILE + "1",
     )
-    repeat_last_n: int | None = _option(
+    repeat_last_n: int | None = option(
         "int",
         None,
         "Tokens that the penalties look back over; -1 is all, 0 none.",
@@ -424,7 +239,7 @@ class EngineConfig:
         hi=1 << 24,
         default_text=_FROM_FILE + "64",
     )
-    frequency_penalty: float | None = _option(
+    frequency_penalty: float | None = option(
         "float",
         None,
         "Subtracted from a recent token's logit for each time it occurs.",
@@ -434,7 +249,7 @@ class EngineConfig:
         hi=2,
         default_text="0",
     )
-    presence_penalty: float | None = _option(
+    presence_penalty: float | None = option(
         "float",
         None,
         "Subtracted once from the logit of each recent token.",
@@ -444,7 +259,7 @@ class EngineConfig:
         hi=2,
         default_text="0",
     )
-    seed: int | None = _option(
+    seed: int | None = option(
         "int",
         None,
         "Seed of the random numbers; none draws one per request and reports it.",
@@ -457,7 +272,7 @@ class EngineConfig:
     )
 
     # ---- text
-    chat_template: str | None = _option(
+    chat_template: str | None = option(
         "path",
         None,
         "File with a Jinja chat template that takes the place of the model's own.",
@@ -465,12 +280,12 @@ class EngineConfig:
         group="text",
         default_text="the model's",
     )
-    system: str | None = _option("str", None, "System prompt of `chat`.", "--system", group="text")
+    system: str | None = option("str", None, "System prompt of `chat`.", "--system", group="text")
 
     # ---- server
-    host: str = _option("str", "127.0.0.1", "Address to listen on.", "--host", group="server")
-    port: int = _option("int", 8000, "Port to listen on; 0 takes a free one.", "--port", group="server", lo=0, hi=65535)
-    alias: str | None = _option(
+    host: str = option("str", "127.0.0.1", "Address to listen on.", "--host", group="server")
+    port: int = option("int", 8000, "Port to listen on; 0 takes a free one.", "--port", group="server", lo=0, hi=65535)
+    alias: str | None = option(
         "str",
         None,
         "Model name that the API lists.",
@@ -479,10 +294,10 @@ class EngineConfig:
         group="server",
         default_text="the file's name",
     )
-    api_key: str | None = _option(
+    api_key: str | None = option(
         "str", None, "Key that requests must carry as a bearer token.", "--api-key", group="server"
     )
-    max_body: int = _option(
+    max_body: int = option(
         "size",
         32 << 20,
         "Largest request body; a larger one is refused (HTTP 413).",
@@ -491,7 +306,7 @@ class EngineConfig:
         lo=1024,
         hi=1 << 34,
     )
-    drain_timeout: float = _option(
+    drain_timeout: float = option(
         "float",
         10.0,
         "Seconds that running requests get to end after SIGTERM or Ctrl-C.",
@@ -502,7 +317,7 @@ class EngineConfig:
     )
 
     # ---- output
-    log_level: str = _option(
+    log_level: str = option(
         "str",
         "info",
         "Least severe messages that are logged.",
@@ -510,14 +325,14 @@ class EngineConfig:
         group="output",
         choices=("debug", "info", "warning", "error"),
     )
-    timings: bool = _option(
+    timings: bool = option(
         "bool",
         False,
         "Print where the time went: loading by stage, prompt and generation.",
         "--timings",
         group="output",
     )
-    debug: bool = _option("bool", False, "Show Python tracebacks of errors.", "--debug", group="output")
+    debug: bool = option("bool", False, "Show Python tracebacks of errors.", "--debug", group="output")
 
     def __post_init__(self) -> None:
         for spec in specs():
@@ -571,7 +386,7 @@ def spec(name: str) -> Spec:
 def debug_wanted(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
     """Whether tracebacks are asked for: known before the command line is parsed, because parsing can fail too."""
     environment = os.environ if environment is None else environment
-    return "--debug" in argv or environment.get(spec("debug").env, "").lower() in _TRUE
+    return "--debug" in argv or environment.get(spec("debug").env, "").lower() in TRUE
 
 
 def configuration_markdown() -> str:

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from apu_engine import catalog
-from apu_engine.config import EngineConfig, Spec, specs
+from apu_engine.config import EngineConfig, specs
 from apu_engine.errors import ApuError
+from apu_engine.options import Spec
 from apu_engine.server.hints import curl_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from apu_engine.config import GROUPS, EngineConfig, Spec, specs
+from apu_engine.config import GROUPS, EngineConfig, specs
 from apu_engine.errors import ConfigError
+from apu_engine.options import Spec
 
 Verb = Callable[..., int | None]
 

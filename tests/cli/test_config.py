@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from apu_engine.config import EngineConfig, configuration_markdown, debug_wanted, format_size, spec, specs
+from apu_engine.config import EngineConfig, configuration_markdown, debug_wanted, spec, specs
 from apu_engine.errors import ConfigError
+from apu_engine.options import format_size
 
 ROOT = Path(__file__).parents[2]
 
