@@ -39,10 +39,12 @@ class Spec:
 
     @property
     def env(self) -> str:
+        """The variable in the environment."""
         return "APU_" + self.name.upper()
 
     @property
     def metavar(self) -> str:
+        """What stands for the value in `--help`."""
         if self.choices:
             return "|".join(self.choices)
         names = {"int": "N", "float": "X", "bool": "0|1", "str": "TEXT", "path": "PATH", "size": "BYTES"}
@@ -50,6 +52,7 @@ class Spec:
 
     @property
     def shown_default(self) -> str:
+        """The default as help and documentation show it."""
         if self.default_text:
             return self.default_text
         if self.kind == "bool":

@@ -241,6 +241,7 @@ def result_of(command: Sequence[str], text: str, test: Case) -> dict[str, Any]:
 
 
 def bench_command(program: Sequence[str], model: str, test: Case, args: argparse.Namespace, more: str) -> list[str]:
+    """The command line of one test; both programs understand the same flags."""
     command = [*program, "-m", model, "-p", str(test.n_prompt), "-n", str(test.n_gen), "-r", str(args.repetitions)]
     command += ["-d", str(test.n_depth)] if test.n_depth else []
     command += ["-t", str(args.threads)] if args.threads else []

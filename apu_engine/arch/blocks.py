@@ -74,9 +74,14 @@ class Blocks:
     # ------------------------------------------------------------ tensors
 
     def matrix(self, name: str, letters: str) -> Tensor:
+        """`name`.weight of the current layer, where there is one, in any type that kernels multiply with.
+
+        FormatError when it is missing or its shape is not `letters`, ModelError for another type.
+        """
         return self._bind(f"{name}.weight", letters, MATRIX_TYPES)
 
     def vector(self, name: str, letters: str = "D") -> Tensor:
+        """As `matrix`, in F32."""
         return self._bind(f"{name}.weight", letters, VECTOR_TYPES)
 
     def bias(self, name: str, letters: str) -> Tensor | None:
@@ -84,6 +89,7 @@ class Blocks:
         return self._bind(f"{name}.bias", letters, VECTOR_TYPES) if self.has(f"{name}.bias") else None
 
     def has(self, name: str) -> bool:
+        """Whether the file has the tensor, in the current layer where there is one."""
         return self._full(name) in self.model.tensors
 
     def _full(self, name: str) -> str:

@@ -87,9 +87,11 @@ class Keys:
         return self.name(key) in self.model.metadata
 
     def integer(self, key: str, lo: int, hi: int, **default: Any) -> int:
+        """The value; FormatError naming the key when it is missing (without `default`), no integer or out of range."""
         return int(self.model.get_int(self.name(key), lo=lo, hi=hi, **default))
 
     def number(self, key: str, lo: float, hi: float, **default: Any) -> float:
+        """As `integer`, of a float."""
         return float(self.model.get_float(self.name(key), lo=lo, hi=hi, **default))
 
     def uniform(self, key: str, layers: int, lo: int, hi: int, **default: Any) -> int:

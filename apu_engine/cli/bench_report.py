@@ -109,6 +109,7 @@ class Writer:
         self._results: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
+        """Prints a test's result, or keeps it where the form is one array."""
         self._results.append(row)
         first = len(self._results) == 1
         if self._form == "jsonl":
@@ -123,6 +124,7 @@ class Writer:
             print(_table_line(_cells(row)), flush=True)
 
     def end(self) -> None:
+        """Prints what is left when all tests are done."""
         if self._form == "json":
             json.dump(self._results, sys.stdout, indent=2)
             print()

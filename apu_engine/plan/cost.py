@@ -87,6 +87,7 @@ def weight_bytes(spec: PlanSpec, op: Op, weight: Tensor, rows: int = 1) -> int:
 
 
 def multiply_adds(spec: PlanSpec, op: Op, weight: Tensor, rows: int) -> int:
+    """Multiplications, each with its addition, of `weight` with `rows` rows; 0 for what is no matrix."""
     if not is_matrix(op) or len(weight.shape) < 2:
         return 0
     if used := experts_used(spec, op, weight):

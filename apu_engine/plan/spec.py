@@ -104,10 +104,12 @@ class State:
 
     @property
     def page_bytes(self) -> int:
+        """Of one page: 128 tokens of all heads."""
         return self.token_bytes * PAGE_TOKENS
 
     @property
     def token_bytes(self) -> int:
+        """Of one token, all heads."""
         block = GGML_TYPES[self.dtype]
         return self.heads * (self.head_size // block.elements) * block.nbytes
 

@@ -163,10 +163,12 @@ NUMBERS: dict[str, int] = {block.name: number for number, block in GGML_TYPES.it
 
 
 def block_elements(dtype: str) -> int:
+    """Values in a block of the type."""
     return GGML_TYPES[NUMBERS[dtype]].elements
 
 
 def block_bytes(dtype: str) -> int:
+    """Bytes of a block of the type."""
     return GGML_TYPES[NUMBERS[dtype]].nbytes
 
 
