@@ -45,7 +45,7 @@ public:
     Workspace &ws = b.workspace;
     // At least one row of the longest context.
     ws.partial_bytes =
-        std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats() * sizeof(float)});
+        std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats(group_) * sizeof(float)});
     ws.worker_bytes = std::max(ws.worker_bytes,
                                aligned(size_t(vectors_) * d_ * sizeof(float)) + aligned(query_bytes(vectors_, d_)) +
                                    aligned(size_t(vectors_) * kPageTokens * sizeof(float)) + aligned(work_bytes()) +
@@ -123,7 +123,7 @@ private:
   };
 
   size_t work_bytes() const { return cpu::work_bytes(std::max(d_, dv_)); }
-  size_t partial_floats() const { return size_t(vectors_) * (dv_ + 2); }
+  size_t partial_floats(uint32_t vectors) const { return size_t(vectors) * (dv_ + 2); }
 
   Block find_block(const StepCopy &step, uint32_t index) const {
     for (uint32_t s = 0;; ++s) {
@@ -244,19 +244,22 @@ private:
   bool run_spread(Worker &worker, const Call &c) const {
     const StepCopy &step = c.run.step;
     Block blocks[kMaxSpreadBlocks];
+    uint32_t widest = 0;                                  // vectors of a block
     uint32_t first[kMaxSpreadBlocks + 1] = {}, count = 0; // index of each block's first span
     for (uint32_t s = 0; s < step.sequences.size(); ++s) {
       const apu_sequence &q = step.sequences[s];
       for (uint32_t r = 0; r < q.row_count; r += block_rows_, ++count) {
         blocks[count] = {s, q.row_begin + r, std::min(block_rows_, q.row_count - r)};
+        widest = std::max(widest, blocks[count].count * group_);
         first[count + 1] = first[count] + span_count(step, blocks[count]);
       }
     }
     uint32_t total = first[count];
     size_t parts = size_t(total) * kv_heads_;
-    if (parts > kMaxUnits || parts * partial_floats() * sizeof(float) > c.run.workspace->partial_bytes) return false;
+    if (parts > kMaxUnits || parts * partial_floats(widest) * sizeof(float) > c.run.workspace->partial_bytes)
+      return false;
     auto partial = [&](uint32_t index, uint32_t head) {
-      return c.run.workspace->partial + (size_t(index) * kv_heads_ + head) * partial_floats();
+      return c.run.workspace->partial + (size_t(index) * kv_heads_ + head) * partial_floats(widest);
     };
     {
       Split split(worker, total * kv_heads_, 1);
@@ -269,7 +272,7 @@ private:
           float *to = partial(index, head);
           if (loaded != head * count + b) load_queries(c, blocks[b], head), loaded = head * count + b;
           uint32_t span = spans(step, blocks[b]).first + index - first[b];
-          attend(c, blocks[b], head, span, reinterpret_cast<Softmax *>(to), to + 2 * vectors_);
+          attend(c, blocks[b], head, span, reinterpret_cast<Softmax *>(to), to + 2 * widest);
         }
       }
     }
@@ -282,10 +285,10 @@ private:
         float *total_state = partial(first[b], head); // folds in place into the first
         for (uint32_t s = first[b] + 1; s < first[b + 1]; ++s) {
           float *part = partial(s, head);
-          fold(reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_, reinterpret_cast<Softmax *>(part),
-               part + 2 * vectors_, blocks[b].count * group_, false);
+          fold(reinterpret_cast<Softmax *>(total_state), total_state + 2 * widest, reinterpret_cast<Softmax *>(part),
+               part + 2 * widest, blocks[b].count * group_, false);
         }
-        write(blocks[b], head, reinterpret_cast<Softmax *>(total_state), total_state + 2 * vectors_);
+        write(blocks[b], head, reinterpret_cast<Softmax *>(total_state), total_state + 2 * widest);
       }
     }
     return true;
