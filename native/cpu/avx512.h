@@ -9,14 +9,13 @@ namespace apu::cpu::avx512 {
 // Below this many rows of activations the weights are unpacked anew for every eight of them, which then costs less than
 // the many-row kernels' unpacking to a tile. Measured; free to choose, as both have the same bits.
 inline constexpr uint32_t kManyRows = 16;
-inline constexpr uint32_t kGemmRows = 8; // the GEMM takes multiples of it
 
 size_t matvec_work_bytes(uint32_t k);
 size_t pairs_work_bytes(uint32_t k);
 size_t gemm_work_bytes(uint32_t k);
 size_t float_work_bytes(uint32_t k);
 
-// As KernelTable::matmul, for fewer than kManyRows rows and for multiples of kGemmRows.
+// As KernelTable::matmul, for fewer than kManyRows rows and for multiples of kPanelRows.
 void matvec(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work);
 // Part of matvec: the types that Pair (avx512_pairs.h) is there for.

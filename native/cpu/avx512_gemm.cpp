@@ -14,7 +14,6 @@ namespace apu::cpu::avx512 {
 namespace {
 
 constexpr int kTileRows = 32;
-constexpr uint32_t kActRows = kGemmRows;
 
 struct Tile {
   uint8_t *w;    // (blocks, 8, 32, 4): step, row, byte; signed. Blocks lie lane by lane: b mod 8, then b / 8
@@ -28,10 +27,10 @@ constexpr size_t kTileBlockBytes = kTileRows * (kBlock + 8 + 4 + 4 + 8 + 8);
 
 // One 32-block of eight rows of activations; blocks lie lane by lane, as in the tile.
 struct alignas(64) Panel {
-  int32_t q[8][kActRows]; // four consecutive values + 128
-  float d[2][kActRows];
-  float s16[2][kActRows];
-  float s[kActRows];
+  int32_t q[8][kPanelRows]; // four consecutive values + 128
+  float d[2][kPanelRows];
+  float s16[2][kPanelRows];
+  float s[kPanelRows];
 };
 static_assert(sizeof(Panel) == kPanelBlockBytes);
 
@@ -209,7 +208,7 @@ APU_INLINE void lane_rows(const Tile &tile, const Panel *a, size_t at, size_t co
 template <class B>
 __attribute__((noinline)) void multiply(const Tile &tile, const Panel *a, size_t blocks, uint32_t columns, float *y,
                                         size_t y_stride) {
-  alignas(64) float lanes[kLanes][kActRows * kTileRows];
+  alignas(64) float lanes[kLanes][kPanelRows * kTileRows];
   const size_t groups = (blocks + kLanes - 1) / kLanes;
 #pragma GCC unroll 1
   for (size_t l = 0; l < kLanes; l++) { // two sets of sums of eight rows would not fit the registers
@@ -217,7 +216,7 @@ __attribute__((noinline)) void multiply(const Tile &tile, const Panel *a, size_t
     lane_rows<B, 4, 0>(tile, a, l * groups, count, lanes[l]);
     lane_rows<B, 4, 4>(tile, a, l * groups, count, lanes[l]);
   }
-  for (uint32_t r = 0; r < kActRows; r++)
+  for (uint32_t r = 0; r < kPanelRows; r++)
     for (int i = 0; i < 2; i++) {
       __m512 v[kLanes];
       for (uint32_t l = 0; l < kLanes; l++) v[l] = _mm512_load_ps(lanes[l] + r * kTileRows + 16 * i);
@@ -267,7 +266,7 @@ void gemm_type(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begi
   for (uint32_t n = begin; n < end; n += kTileRows) {
     const uint32_t columns = end - n < kTileRows ? end - n : kTileRows;
     unpack_tile<B>(w.data + n * w.row_stride, w.row_stride, columns, w.k, tile);
-    for (uint32_t t = 0; t < rows; t += kActRows) {
+    for (uint32_t t = 0; t < rows; t += kPanelRows) {
       const ActBlocks eight = a.from(t);
       const auto *panel = reinterpret_cast<const Panel *>(eight.panels);
       if (!panel) {

@@ -199,7 +199,13 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
     for (uint32_t n = begin; n < end; n += block)
       for (uint32_t p = 0; p < passes; p++) {
         const uint32_t t = p * count / passes, last = n + block < end ? n + block : end;
-        one_pass<B>(w, packed.from(t), (p + 1) * count / passes - t, n, last, y + t * y_stride + (n - begin), y_stride);
+        Matrix part = w; // `next` is read after the last pass over the last block
+        if (p + 1 < passes)
+          part.next = w.data + n * w.row_stride;
+        else if (last < end)
+          part.next = nullptr;
+        one_pass<B>(part, packed.from(t), (p + 1) * count / passes - t, n, last, y + t * y_stride + (n - begin),
+                    y_stride);
       }
     return;
   }

@@ -200,8 +200,13 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
   for (uint32_t n = begin; n < end; n += block)
     for (uint32_t p = 0; p < passes; p++) {
       const uint32_t t = p * count / passes, t_end = (p + 1) * count / passes;
-      one_pass<B>(w, all + t * superblocks, t_end - t, n, n + block < end ? n + block : end,
-                  y + t * y_stride + (n - begin), y_stride);
+      const uint32_t last = n + block < end ? n + block : end;
+      Matrix part = w; // `next` is read after the last pass over the last block
+      if (p + 1 < passes)
+        part.next = w.data + n * w.row_stride;
+      else if (last < end)
+        part.next = nullptr;
+      one_pass<B>(part, all + t * superblocks, t_end - t, n, last, y + t * y_stride + (n - begin), y_stride);
     }
 }
 

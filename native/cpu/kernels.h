@@ -20,7 +20,8 @@
 
 namespace apu::cpu {
 
-inline constexpr size_t kPanelBlockBytes = 448; // of eight rows
+inline constexpr uint32_t kPanelRows = 8;       // of activations that ActBlocks::panels has together
+inline constexpr size_t kPanelBlockBytes = 448; // of a panel's 32-block
 
 // Quantised activations of T rows, row t `blocks` blocks into each array. Half h of block b stands at
 // 16 (b / 8) + 8 h + b mod 8 of a row's halves. A level may order a row's elements otherwise, as only its own kernels
@@ -32,8 +33,8 @@ struct ActBlocks {
   float *s;        // (T, blocks) s16 of the first half + s16 of the second
   int32_t *sum16;  // (T, blocks / 8, 2, 8) sum of the half's q
   uint32_t blocks; // ceil(K / 32), rounded up to a multiple of 8; padding has d = 0
-  // (T / 8, blocks, kPanelBlockBytes) or null: eight rows together once more, in a layout of the level's many-row
-  // kernels, which save the time to make it when pack() did so before.
+  // (T / kPanelRows, blocks, kPanelBlockBytes) or null: the rows once more, by panels, in a layout of the level's
+  // many-row kernels, which save the time to make it when pack() did so before.
   uint8_t *panels = nullptr;
 
   // Rows from there on. Always inline: no copy may carry a level's instructions into other code.
@@ -45,7 +46,7 @@ struct ActBlocks {
             s + b,
             sum16 + 2 * b,
             blocks,
-            panels && row % 8 == 0 ? panels + b / 8 * kPanelBlockBytes : nullptr};
+            panels && row % kPanelRows == 0 ? panels + b / kPanelRows * kPanelBlockBytes : nullptr};
   }
 };
 
@@ -61,7 +62,7 @@ struct KernelTable {
   const char *name;
   // Quantises rows x (T, k), row stride x_stride floats, into a (already sized for T rows).
   void (*quantize)(const float *x, size_t x_stride, uint32_t rows, uint32_t k, const ActBlocks &a);
-  // Makes a.panels of eight quantised rows; null where the level has no use for them.
+  // Makes a.panels of kPanelRows quantised rows; null where the level has no use for them.
   void (*pack)(const ActBlocks &a);
   // y[t * y_stride + n - begin] = dot(w row n, activations row t) for n in [begin, end), t in [0, rows).
   // work: scratch of work_bytes(k) for this worker.

@@ -47,9 +47,9 @@ InputRows MatrixInput::prepare(Worker &worker, Run &run, Bump &scratch, uint32_t
   float *normed = floats_ && norm_ ? run.workspace->normed : nullptr; // (T, K)
   const size_t act_rows = size_t(rows) * terms_;
   if (quantized_) out.a = layout_.at(run.workspace->act, act_rows);
-  const bool panels = quantized_ && kernels.pack && act_rows >= 8;
+  const bool panels = quantized_ && kernels.pack && act_rows >= kPanelRows;
   if (panels) out.a.panels = run.workspace->act + layout_.bytes(act_rows);
-  const uint32_t group = panels ? 8 : 1;
+  const uint32_t group = panels ? kPanelRows : 1;
   Split split(worker, (rows + group - 1) / group, panels ? 1 : 1 + 2048 / k_);
   for (uint32_t begin, end; split.next(begin, end);) {
     if (run.stopping()) break;
@@ -63,7 +63,7 @@ InputRows MatrixInput::prepare(Worker &worker, Run &run, Bump &scratch, uint32_t
       }
       if (quantized_) quantize(kernels, x, out.a.from(t * terms_), residual);
     }
-    for (size_t t = size_t(begin) * group * terms_; panels && t + 8 <= last * terms_; t += 8)
+    for (size_t t = size_t(begin) * group * terms_; panels && t + kPanelRows <= last * terms_; t += kPanelRows)
       kernels.pack(out.a.from(t));
   }
   worker.barrier();

@@ -32,7 +32,7 @@ struct ActLayout {
   size_t bytes(size_t rows) const {
     return aligned(rows * blocks * 32) + 3 * aligned(rows * blocks * 8) + aligned(rows * blocks * 4);
   }
-  size_t panel_bytes(size_t rows) const { return rows / 8 * blocks * kPanelBlockBytes; }
+  size_t panel_bytes(size_t rows) const { return rows / kPanelRows * blocks * kPanelBlockBytes; }
   ActBlocks at(uint8_t *base, size_t rows) const { // without panels
     ActBlocks a;
     a.blocks = blocks;

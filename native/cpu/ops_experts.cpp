@@ -14,7 +14,6 @@ namespace apu::cpu {
 namespace {
 
 constexpr uint32_t kTileFloats = kMaxTile * kWideUnit; // outputs of one call
-constexpr uint32_t kPanel = 8;                         // rows, see ActBlocks::panels
 constexpr uint32_t kClaims = 4;                        // of each worker, where rows are many
 
 struct Groups {
@@ -75,7 +74,7 @@ public:
       input_.reserve(ws, rows);
       own += input_.worker_bytes() + act_bytes(tile_) + float_bytes(tile_);
     } else {
-      const uint64_t places = pairs + (panels_ ? kPanel * std::min<uint64_t>(experts_, pairs) : 0);
+      const uint64_t places = pairs + (panels_ ? kPanelRows * std::min<uint64_t>(experts_, pairs) : 0);
       ws.act_bytes = std::max(ws.act_bytes, act_bytes(places));
       ws.normed_bytes = std::max(ws.normed_bytes, float_bytes(places));
       own += act_bytes(few) + float_bytes(few);
@@ -100,7 +99,7 @@ public:
     if (few)
       sort(c, 1);
     else
-      worker.barrier([&] { sort(c, panels_ ? kPanel : 1); });
+      worker.barrier([&] { sort(c, panels_ ? kPanelRows : 1); });
     if (activation_) {
       c.in = input_.prepare(worker, run, scratch, rows);
       c.gathered = inputs(scratch.bytes(act_bytes(tile_)), scratch.bytes(float_bytes(tile_)), tile_);
@@ -174,7 +173,7 @@ private:
       return out;
     }
     const InputRows out = inputs(c.run.workspace->act, c.run.workspace->normed, places);
-    const uint32_t unit = panels_ ? kPanel : 1;
+    const uint32_t unit = panels_ ? kPanelRows : 1;
     Split split(worker, places / unit, 1 + 2048 / k_ / unit);
     for (uint32_t begin, end; split.next(begin, end);) {
       if (c.run.stopping()) break;
@@ -196,7 +195,7 @@ private:
       const float *x = in_ + size_t(g.pairs[g.begin[group] + at]) * k_;
       if (quantized_) kernels.quantize(x, k_, 1, k_, to.a.from(i));
       if (floats_) std::memcpy(const_cast<float *>(to.x) + size_t(i) * k_, x, k_ * sizeof(float));
-      if (panels && at % kPanel == kPanel - 1) kernels.pack(to.a.from(i + 1 - kPanel));
+      if (panels && at % kPanelRows == kPanelRows - 1) kernels.pack(to.a.from(i + 1 - kPanelRows));
     }
   }
 
@@ -213,7 +212,7 @@ private:
       std::memcpy(to.a.s16, from.a.s16, blocks * 2 * sizeof(float));
       std::memcpy(to.a.s, from.a.s, blocks * sizeof(float));
       std::memcpy(to.a.sum16, from.a.sum16, blocks * 2 * sizeof(int32_t));
-      if (panels_ && i % kPanel == kPanel - 1) c.run.kernels->pack(c.gathered.a.from(i + 1 - kPanel));
+      if (panels_ && i % kPanelRows == kPanelRows - 1) c.run.kernels->pack(c.gathered.a.from(i + 1 - kPanelRows));
     }
     return c.gathered;
   }
