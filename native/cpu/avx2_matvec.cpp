@@ -13,8 +13,7 @@ namespace apu::cpu::APU_AVX2 {
 
 namespace {
 
-constexpr uint32_t kRows = 8;      // activations that share one pass over a weight row
-constexpr uint32_t kManyRows = 16; // from here on avx2_gemm.cpp is faster
+constexpr uint32_t kRows = 8; // activations that share one pass over a weight row
 
 // One group of weights times kCount rows of activations, `stride` blocks apart.
 template <class Format, uint32_t kCount>

@@ -20,6 +20,9 @@
 
 namespace apu::cpu {
 
+// Rows of activations from which kernels unpack the weights to a tile first. Below, they unpack anew for every eight or
+// so, which then costs less. Measured at every level; free to choose, as both have the same bits.
+inline constexpr uint32_t kManyRows = 16;
 inline constexpr uint32_t kPanelRows = 8;       // of activations that ActBlocks::panels has together
 inline constexpr size_t kPanelBlockBytes = 448; // of a panel's 32-block
 
