@@ -10,7 +10,7 @@ namespace {
 
 void matmul(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y, size_t y_stride,
             void *work) {
-  const uint32_t many = rows < avx512::kManyRows ? 0 : rows / kPanelRows * kPanelRows, few = rows - many;
+  const uint32_t many = rows < kManyRows ? 0 : rows / kPanelRows * kPanelRows, few = rows - many;
   if (many) avx512::gemm(w, a, many, begin, end, y, y_stride, work);
   if (!few) return;
   avx512::matvec(w, a.from(many), few, begin, end, y + many * y_stride, y_stride, work);

@@ -6,10 +6,6 @@
 
 namespace apu::cpu::avx512 {
 
-// Below this many rows of activations the weights are unpacked anew for every eight of them, which then costs less than
-// the many-row kernels' unpacking to a tile. Measured; free to choose, as both have the same bits.
-inline constexpr uint32_t kManyRows = 16;
-
 size_t matvec_work_bytes(uint32_t k);
 size_t pairs_work_bytes(uint32_t k);
 size_t gemm_work_bytes(uint32_t k);

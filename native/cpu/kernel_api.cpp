@@ -101,7 +101,7 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
         worker.barrier();
       }
       void *scratch = work.get() + work_bytes * worker.index;
-      Split split(worker, n, rows < kMany ? chunk_rows(worker, uint64_t{bytes} * n, bytes) : kWideUnit);
+      Split split(worker, n, rows < kManyRows ? chunk_rows(worker, uint64_t{bytes} * n, bytes) : kWideUnit);
       for (uint32_t b, e; split.next(b, e);) {
         if (!quantized) {
           kernels.matmul_float(matrix, x, k, rows, b, e, y + b, n, scratch);

@@ -10,7 +10,6 @@
 namespace apu::cpu {
 
 constexpr uint32_t kRedundantRows = 2; // up to here every worker prepares the input for itself
-constexpr uint32_t kMany = 16;         // rows from which units of work are wide
 constexpr uint32_t kNarrowUnit = 8;    // matrix rows
 constexpr uint32_t kWideUnit = 32;
 constexpr uint32_t kMaxChunkRows = 256;

@@ -249,7 +249,7 @@ private:
 
   // Matrix rows in a unit of work; row_bytes each are read, `parts` times n_ of them in all.
   uint32_t block(const Worker &worker, const Call &c, uint32_t parts, uint64_t row_bytes) const {
-    if (c.pairs < kMany * *c.groups.count) return chunk_rows(worker, row_bytes * n_ * parts, row_bytes);
+    if (c.pairs < kManyRows * *c.groups.count) return chunk_rows(worker, row_bytes * n_ * parts, row_bytes);
     const uint32_t blocks = kClaims * worker.count / parts + 1;
     return (n_ / blocks + kWideUnit) / kWideUnit * kWideUnit;
   }

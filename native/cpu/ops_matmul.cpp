@@ -14,7 +14,7 @@ namespace apu::cpu {
 namespace {
 
 constexpr size_t kTileFloats = size_t(kMaxTile) * kWideUnit;
-static_assert(kTileFloats >= 2 * size_t(kMany) * kMaxChunkRows); // two terms
+static_assert(kTileFloats >= 2 * size_t(kManyRows) * kMaxChunkRows); // two terms
 
 struct Side {
   const Tensor *w = nullptr;   // (N, K)
@@ -64,7 +64,7 @@ public:
            {},
            rows};
     c.in = input_.prepare(worker, run, scratch, rows);
-    uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit;
+    uint32_t unit = rows < kManyRows ? kNarrowUnit : kWideUnit;
     uint32_t first[5] = {}; // unit at which each matrix begins
     uint32_t blocks = activation_ ? 1 : count_;
     for (uint32_t m = 0; m < blocks; ++m) first[m + 1] = first[m] + (sides_[m].n + unit - 1) / unit;

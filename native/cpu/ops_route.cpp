@@ -39,7 +39,7 @@ public:
     const InputRows in = input_.prepare(worker, run, scratch, rows);
     float *scores = run.workspace->score; // (T, E)
     {
-      const uint32_t unit = rows < kMany ? kNarrowUnit : kWideUnit, across = (experts_ + unit - 1) / unit;
+      const uint32_t unit = rows < kManyRows ? kNarrowUnit : kWideUnit, across = (experts_ + unit - 1) / unit;
       Split split(worker, (rows + kTileRows - 1) / kTileRows * across, 1);
       for (uint32_t at, end; split.next(at, end);) {
         if (run.stopping()) break;
