@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, quantize
 from gguf import GGMLQuantizationType as Q
-from gguf import quantize
 from kernel_cases import (
     BLOCK_TYPES,
     DEFAULT,
@@ -172,6 +172,29 @@ def test_nothing_outside_the_rows_is_touched(levels: tuple[Level, ...], dtype: Q
             found = y_end.array[64:].copy().view(np.float32).reshape(rows, n)
             assert np.array_equal(bits(found), bits(expected)), f"{level.name}, {rows} rows"
             assert (y_end.array[:64] == canary).all(), level.name
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.name)
+def test_random_bytes_at_the_end_of_a_mapping(levels: tuple[Level, ...], dtype: Q) -> None:
+    """Any bytes at all, infinite and NaN scales among them, up to an unreadable page, for 1 to 33 rows: the same
+    bits at every level, or NaN at all of them."""
+    elements, size = GGML_QUANT_SIZES[dtype]
+    for blocks, n in ((max(1, 33 // elements), 7), (max(3, 577 // elements), 2)):
+        k, rng = elements * blocks, np.random.default_rng((int(dtype), blocks))
+        w = GuardedBuffer(n * blocks * size)
+        w.array[:] = rng.integers(0, 256, len(w.array), dtype=np.uint8)
+        w.array[-size:] = 255  # every field of the last block, MXFP4's and NVFP4's scales too
+        x = rng.standard_normal((33, k)).astype(np.float32)
+        weights = w.array.copy().reshape(n, -1)
+        for precision in (DEFAULT, EXACT):
+            expected = levels[0].matmul(dtype, weights, x, precision)
+            for level in levels:
+                for rows in range(1, 34):
+                    found = np.empty((rows, n), np.float32)
+                    inputs = x.ctypes.data, found.ctypes.data, rows, k, n, precision
+                    level.matmul_at(dtype, w.address, blocks * size, *inputs)
+                    same = (bits(found) == bits(expected[:rows])) | (np.isnan(found) & np.isnan(expected[:rows]))
+                    assert same.all(), f"{level.name}, {rows} rows"
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED_TYPES, ids=lambda dtype: dtype.name)
