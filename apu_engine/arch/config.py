@@ -122,6 +122,8 @@ def read_common(
     """
     keys = Keys(model)
     layers = keys.integer("block_count", 1, MAX_LAYERS)
+    if any(name.startswith(f"blk.{layers}.") for name in model.tensors):
+        raise keys.fail("block_count", f"is {layers}, but the file has tensors of blk.{layers}; one of them is wrong")
     D = keys.integer("embedding_length", 1, MAX_WIDTH)
     H = keys.uniform("attention.head_count", layers, 1, MAX_HEADS)
     K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)

@@ -14,7 +14,7 @@ from models import tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
 
 NAN, INF = float("nan"), float("inf")
 LLAMA: dict[str, Any] = {
-    "llama.block_count": [0, 3, 10**9, "two", None],
+    "llama.block_count": [0, 1, 3, 10**9, "two", None],
     "llama.embedding_length": [0, 63, 2**31, None],
     "llama.attention.head_count": [0, 3, 5, 2**31],
     "llama.attention.head_count_kv": [0, 3, 5],
@@ -38,6 +38,7 @@ GEMMA: dict[str, Any] = {
     "tokenizer.ggml.scores": [[0.0, 1.0], [NAN] * 512],
 }
 QWEN: dict[str, Any] = {
+    "qwen3moe.block_count": [1, 3],
     "qwen3moe.expert_count": [0, 7, 9, 65536, 2**31, "eight", [8, 8], None],
     "qwen3moe.expert_used_count": [0, 9, 2**31, -1, None],
     "qwen3moe.expert_feed_forward_length": [0, 95, 2**32 - 1, None],
