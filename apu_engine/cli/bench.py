@@ -92,11 +92,10 @@ def bench(
 
 
 def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [-1]
-    if any(number < 0 or number > 1 << 24 for number in numbers):
+    parts = [part.strip() for part in text.split(",")]
+    plain = all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts)  # int() takes more than that
+    numbers = [int(part) for part in parts] if plain else []
+    if not numbers or max(numbers) > 1 << 24:
         raise ConfigError(f"{flag}: expected integers of at least 0, separated by commas, found {text!r}", flag)
     return numbers
 
