@@ -136,9 +136,9 @@ def synthesize(
     table = tensors(chosen, shape, mix, count)
     head = header(metadata(arch, f"Synthetic {arch} {preset} {dtype}", shape, mix, count), table)
     need = len(head) + sum(_padded(tensor.nbytes) for tensor in table)
-    check_target(out, need, force)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial = out.parent / f".synthesize.{os.getpid()}.partial"  # short: a long name leaves no room for more
     try:
+        check_target(out, need, force)
         with partial.open("xb") as file:
             write(file, head, table, seed)
         if out.exists() and not force:  # appeared meanwhile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,29 @@ def test_existing_files_are_kept_unless_forced(tmp_path: Path) -> None:
     assert open_model(out).architecture == "llama"
     assert "is no regular file" in run("--out", tmp_path, "--force").stderr
     assert "does not exist" in run("--out", tmp_path / "no" / "m").stderr
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    assert run("--layers", 1, "--out", tmp_path / ("m" * 255)).returncode == 0
+    done = run("--layers", 1, "--out", tmp_path / ("m" * 256))
+    assert done.returncode == 1 and "File name too long" in done.stderr and "Traceback" not in done.stderr
+    assert [len(path.name) for path in tmp_path.iterdir()] == [255]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
+    """In the middle of a file that would have gigabytes; a fifo in place of the partial file holds it there."""
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import synthesize\n"
+        "def write(file, *_):\n    file.write(b'half')\n    file.flush()\n    os.kill(os.getpid(), int(sys.argv[3]))\n"
+        "    signal.pause()\n"
+        "synthesize.write = write\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.exit(synthesize.main(['--out', sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, str(SCRIPT.parent), str(tmp_path / "m"), str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_before_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
