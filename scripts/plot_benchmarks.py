@@ -20,6 +20,7 @@ from apu_engine.cli import standard_streams
 from apu_engine.errors import ApuError, ConfigError
 
 PREFILL, DECODE, PARITY = "#5b8db8", "#d9812e", "#555555"
+MAX_RATIO = 1e6
 OUTPUT = Path(__file__).parents[1] / "docs" / "benchmarks.svg"
 
 
@@ -45,22 +46,32 @@ def read(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text())
     except OSError as error:
         raise ApuError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApuError(f"{path}: expected the JSON of peer_bench.py --save: {error}") from None
     try:
-        names = {str(report["peer"]), str(report["cpu"])}
-        tests = [(str(row["model"]), str(row["test"]), float(row["median_ratio"])) for row in report["tests"]]
-        ratios = [ratio for row in report["tests"] for ratio in map(float, row["ratios"])]
+        texts = [report["peer"], report["cpu"]]
+        texts += [row[key] for row in report["tests"] for key in ("model", "test")]
+        ratios = [
+            ratio for row in report["tests"] for ratio in (row["median_ratio"], min(row["ratios"]), *row["ratios"])
+        ]
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"expected text, found {text!r}")
+        for ratio in ratios:
+            if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < MAX_RATIO:
+                raise ValueError(f"expected a ratio above 0 and below {MAX_RATIO:g}, found {ratio!r}")
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ApuError(f"{path}: expected the JSON of peer_bench.py --save with peer, cpu and tests ({what})") from None
-    if not (names and tests and ratios):
+    if not ratios:
         raise ApuError(f"{path}: has no tests; run peer_bench.py --save again")
     return report  # type: ignore[no-any-return]
 
 
 def draw(reports: Sequence[dict[str, Any]], output: Path) -> None:
     """Writes the picture; tests in the order of the reports, the first on top."""
+    if output.suffix not in (".svg", ".png"):  # matplotlib would write to another name
+        raise ConfigError(f"--output: {output}: expected a name that ends in .svg or .png", "output")
     try:
         import matplotlib
     except ImportError:
