@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,9 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
-    if args.save:
-        Path(args.save).write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2) if args.output == "json" else markdown(report))
+    print(json.dumps(report, indent=2) if args.output == "json" else markdown(report), flush=True)
+    if args.save:  # after the print: a disk that filled meanwhile costs no results
+        try:
+            Path(args.save).write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            print(f"peer_bench: --save: {args.save} cannot be written: {error.strerror}", file=sys.stderr)
+            return 1
     return 0
 
 
@@ -84,10 +91,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quiet", "-q", action="store_true", help="no line per run on standard error")
     args = parser.parse_args(argv)
     for name, least in (("pairs", 1), ("repetitions", 1), ("retries", 0), ("noise", 0), ("starts", 0), ("threads", 0)):
-        if getattr(args, name) < least:
+        if not least <= getattr(args, name) < math.inf:
             raise ConfigError(f"--{name}: expected at least {least}, found {getattr(args, name)}", name)
+    if not 0 < args.timeout <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"--timeout: expected seconds above 0, found {args.timeout:g}", "timeout")
+    for name in ("peer_args", "our_args"):
+        try:
+            setattr(args, name, shlex.split(getattr(args, name)))
+        except ValueError as error:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: cannot be split into options: {error}", name) from None
+    if args.peer_name == NAME:
+        raise ConfigError(f"--peer-name: {NAME} is our own name; choose another", "peer_name")
+    if args.save:
+        _check_target(Path(args.save))
     args.tests = cases(args.n_prompt, args.n_gen, args.n_depth)
     return args
+
+
+def _check_target(path: Path) -> None:
+    """Whether results can be written there, which is to be known before an hour of measuring."""
+    problem = ""
+    if path.is_dir():
+        problem = "is a folder; name a file"
+    elif not path.parent.is_dir():
+        problem = f"the folder {path.parent} does not exist; make it or name another"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "may not be written; name another"
+    if problem:
+        raise ConfigError(f"--save: {path}: {problem}", "save")
 
 
 def numbers(text: str) -> list[int]:
@@ -138,20 +170,31 @@ class Output:
 
 
 def execute(command: Sequence[str], timeout: float) -> Output:
-    """Runs a program to its end. Raises ConfigError when it cannot be started, ApuError when it fails."""
+    """Runs a program to its end. Raises ConfigError when it cannot be started, ApuError when it fails.
+
+    It has a process group of its own: when it is late or we are interrupted, its children end with it, else they would
+    take CPU time from the runs that follow.
+    """
     cores = os.cpu_count() or 1
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         before, start, own = CpuTimes.now(), time.monotonic(), _cpu_seconds(resource.getrusage(resource.RUSAGE_SELF))
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
         except OSError as error:
             raise ConfigError(f"{command[0]}: cannot be started: {error.strerror}", "peer") from None
-        late = threading.Timer(timeout, process.kill)
+
+        def end() -> None:  # not process.kill, which may reap the child before wait4 does
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        late = threading.Timer(timeout, end)
         late.start()
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except BaseException:
-            process.kill()
+            end()
             process.wait()
             raise
         finally:
@@ -216,10 +259,10 @@ def results(command: Sequence[str], text: str) -> Iterator[dict[str, Any]]:
     """The result objects in llama-bench's json (an array) or jsonl."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
     rows = found if isinstance(found, list) else [found]
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -233,19 +276,21 @@ def result_of(command: Sequence[str], text: str, test: Case) -> dict[str, Any]:
     for row in rows:
         if (row.get("n_prompt"), row.get("n_gen"), row.get("n_depth", 0)) == test:
             rate = row.get("avg_ts")
-            if not isinstance(rate, (int, float)) or not rate > 0:
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < math.inf:
                 raise ApuError(f"`{shlex.join(command)}`: avg_ts: expected a positive number, found {rate!r}")
             return row
     expected = f"n_prompt {test.n_prompt}, n_gen {test.n_gen}, n_depth {test.n_depth}"
     raise ApuError(f"`{shlex.join(command)}` printed no result for {expected}, but {len(rows)} others")
 
 
-def bench_command(program: Sequence[str], model: str, test: Case, args: argparse.Namespace, more: str) -> list[str]:
+def bench_command(
+    program: Sequence[str], model: str, test: Case, args: argparse.Namespace, more: list[str]
+) -> list[str]:
     """The command line of one test; both programs understand the same flags."""
     command = [*program, "-m", model, "-p", str(test.n_prompt), "-n", str(test.n_gen), "-r", str(args.repetitions)]
     command += ["-d", str(test.n_depth)] if test.n_depth else []
     command += ["-t", str(args.threads)] if args.threads else []
-    return [*command, "-o", "json", *shlex.split(more)]
+    return [*command, "-o", "json", *more]
 
 
 # ---------------------------------------------------------------- pairs

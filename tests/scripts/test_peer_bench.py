@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +121,10 @@ def test_who_begins_alternates(
         ("row['n_gen'] = 7", "printed no result for n_prompt 0, n_gen 8, n_depth 0, but 1 others"),
         ("row['avg_ts'] = 'fast'", "avg_ts: expected a positive number, found 'fast'"),
         ("row['avg_ts'] = 0", "avg_ts: expected a positive number, found 0"),
+        ("row['avg_ts'] = float('nan')", "avg_ts: expected a positive number, found nan"),
+        ("row['avg_ts'] = float('inf')", "avg_ts: expected a positive number, found inf"),
+        ("row['avg_ts'] = True", "avg_ts: expected a positive number, found True"),
+        ("print('[' * 200_000); sys.exit()", "printed no JSON results; it begins with '[[[["),
         ("import time; time.sleep(60)", "was still running after 0.5 s (--timeout)"),
     ],
 )
@@ -130,6 +136,22 @@ def test_a_peer_that_fails(
     status, out, err = run(script, capsys, *args, "--timeout", "0.5" if "sleep" in body else "60", "--noise", "100")
     assert (status, out) == (1, "")
     assert words in err and err.startswith("peer_bench: `") and err.count("\n") == 1
+
+
+def test_a_late_peer_ends_with_its_children(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_llama: TinyModel
+) -> None:
+    """A wrapper script's child would else compute beside all runs that follow. It holds a pipe's last open end."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    peer = tmp_path / "peer"
+    peer.write_text(f"#!/bin/sh\nsleep 60 >{fifo} &\nsleep 60\n")
+    peer.chmod(0o755)
+    status, _, err = run(script, capsys, "--peer", peer, "-m", tiny_llama.path, "--pairs", "1", "--timeout", "0.5")
+    assert status == 1 and "was still running after 0.5 s" in err
+    assert select.select([reader], [], [], 10)[0] and os.read(reader, 1) == b""  # no writer is left
+    os.close(reader)
 
 
 def test_what_cannot_start(
@@ -150,6 +172,39 @@ def test_what_cannot_start(
     assert status == 2 and "--pairs: expected at least 1, found 0" in err
     status, _, err = run(script, capsys, "--peer", peer, "-m", tiny_llama.path, "-p", "0", "-n", "0")
     assert status == 2 and "nothing to measure" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--timeout", "-1"], "--timeout: expected seconds above 0, found -1"),
+        (["--timeout", "nan"], "--timeout: expected seconds above 0, found nan"),
+        (["--timeout", "inf"], "--timeout: expected seconds above 0, found inf"),
+        (["--noise", "nan"], "--noise: expected at least 0, found nan"),
+        (["--peer-args", '"open'], "--peer-args: cannot be split into options: No closing quotation"),
+        (["--our-args", "it's"], "--our-args: cannot be split into options: No closing quotation"),
+        (["--peer-name", "apu_engine"], "--peer-name: apu_engine is our own name"),
+        (["--save", "/"], "--save: /: is a folder; name a file"),
+        (["--save", "/absent/x.json"], "--save: /absent/x.json: the folder /absent does not exist"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_llama: TinyModel,
+    options: list[str], words: str,
+) -> None:  # fmt: skip
+    peer = fake(tmp_path / "peer")
+    status, out, err = run(script, capsys, "--peer", peer, "-m", tiny_llama.path, *options)
+    assert (status, out) == (2, "") and words in err and err.count("\n") == 1
+    assert not peer.with_suffix(".log").exists()
+
+
+def test_a_full_disk_costs_no_results(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, ours: Path, tiny_llama: TinyModel
+) -> None:
+    args = ["--peer", fake(tmp_path / "peer"), "-m", tiny_llama.path, "-p", "0", "-n", "8", "--pairs", "1", "-q"]
+    status, out, err = run(script, capsys, *args, "--noise", "100", "--save", "/dev/full")
+    assert status == 1 and "tg8" in out
+    assert err == "peer_bench: --save: /dev/full cannot be written: No space left on device\n"
 
 
 # ---- the noise guard
