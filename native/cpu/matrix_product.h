@@ -15,11 +15,11 @@ constexpr uint32_t kWideUnit = 32;
 constexpr uint32_t kMaxChunkRows = 256;
 constexpr uint32_t kMaxTile = 512; // input rows computed in one call
 
-// Matrix rows that a worker takes at once where few rows of activations meet `bytes` of weights, row_bytes a row: an
-// eighth of its share, so that shares come out even, but every change of place costs a start of the hardware's
+// Matrix rows that a worker takes at once where few rows of activations meet `bytes` of weights, row_bytes a row: a
+// quarter of its share, so that shares come out even, but every change of place costs a start of the hardware's
 // prefetchers, and two matrices that are read in turn change it with each chunk.
 inline uint32_t chunk_rows(const Worker &worker, uint64_t bytes, uint64_t row_bytes) {
-  const uint64_t share = std::clamp<uint64_t>(bytes / worker.count / 8, 32 << 10, 256 << 10);
+  const uint64_t share = std::clamp<uint64_t>(bytes / worker.count / 4, 32 << 10, 256 << 10);
   return uint32_t(std::clamp<uint64_t>(share / row_bytes, kNarrowUnit, kMaxChunkRows)) / kNarrowUnit * kNarrowUnit;
 }
 
