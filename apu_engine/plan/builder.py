@@ -25,7 +25,11 @@ ACTIVATIONS: dict[str, int] = {
     "gelu_erf": lib.APU_ACT_GELU_ERF,
 }
 SCORES: dict[str, int] = {"softmax": lib.APU_SCORE_SOFTMAX, "sigmoid": lib.APU_SCORE_SIGMOID}
-PRECISIONS: dict[str, int] = {"default": lib.APU_PRECISION_DEFAULT, "exact": lib.APU_PRECISION_EXACT}
+PRECISIONS: dict[str, int] = {  # of the layers' matrices; "fine" gives the output head two terms
+    "default": lib.APU_PRECISION_DEFAULT,
+    "fine": lib.APU_PRECISION_DEFAULT,
+    "exact": lib.APU_PRECISION_EXACT,
+}
 ROPE_PAIRS: int = lib.APU_ROPE_PAIRS
 ROPE_HALVES: int = lib.APU_ROPE_HALVES
 MAX_MATRICES = 4  # of one matmul op
@@ -64,6 +68,7 @@ class PlanBuilder:
         self._spec = PlanSpec(limits, dict(dims))
         self._dims = {**dims, "T": limits.max_rows, "O": limits.max_outputs}
         self._precision = PRECISIONS[precision]
+        self._fine_head = precision == "fine"
         self._weights: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------ tensors and states
@@ -157,12 +162,12 @@ class PlanBuilder:
         residual: Tensor | None = None,
         softcap: float = 0.0,
         out: Tensor | None = None,
-        fine: bool = False,
+        head: bool = False,
     ) -> tuple[Tensor, ...]:
         """(T, K) by up to four (N, K) -> one (T, N) each: norm(x) W^T + bias, plus `residual` on the first.
 
-        `out` takes the first result in place of a new tensor; it may be `residual` itself. `fine` quantises the
-        input to two int8 terms instead of one, where the plan's precision quantises it at all.
+        `out` takes the first result in place of a new tensor; it may be `residual` itself. The output
+        `head` takes its input as two int8 terms instead of one when the plan's precision is "fine".
         """
         if not 1 <= len(matrices) <= MAX_MATRICES or len(names) != len(matrices):
             raise ApuError(
@@ -174,7 +179,7 @@ class PlanBuilder:
             self._expect_columns(matrix, x)
             given = out if i == 0 else None
             outputs.append(given or self.scratch(name, f"{rows} {matrix.letters.split()[0]}"))
-        precision = lib.APU_PRECISION_FINE if fine and self._precision == PRECISIONS["default"] else self._precision
+        precision = lib.APU_PRECISION_FINE if head and self._fine_head else self._precision
         self._matmul(x, outputs, matrices, biases, norm, (lib.APU_ACT_NONE, precision), eps, residual, softcap)
         return tuple(outputs)
 

@@ -28,7 +28,7 @@ from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import ModelFile
 from models import TinyModel
 
-VARIANTS: dict[str, dict[str, str]] = {"default": {}, "exact": {"precision": "exact"}}
+VARIANTS: dict[str, dict[str, str]] = {"default": {}, "fine": {"precision": "fine"}, "exact": {"precision": "exact"}}
 BLOCK = 128  # rows compared at a time: 134 MB of logits per source for a vocabulary of 262,144
 
 

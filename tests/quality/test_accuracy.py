@@ -34,6 +34,7 @@ def test_logits_are_no_worse_than_llama_cpps(
     default, exact = found["default"], found["exact"]
     assert default.mean_kl <= peer_kl
     assert default.same.sum() >= peer_same
+    assert found["fine"].mean_kl <= default.mean_kl
     assert exact.mean_kl <= 1e-4
     assert found["q8_0 cache"].mean_kl <= peer_kl  # the peer's is F16
     assert found["q8_0 cache"].same.sum() >= peer_same
