@@ -43,7 +43,7 @@ def test_every_option_has_a_twin_that_works() -> None:
         ({"ctx": -1}, "argument", ["ctx", "found -1", "argument"]),
         ({"ctx": True}, "argument", ["ctx", "found True"]),
         ({"top_p": "nan"}, "flag", ["--top-p", "a number from 0 to 1", "'nan'"]),
-        ({"precision": "low"}, "flag", ["--precision", "one of default, exact", "'low'"]),
+        ({"precision": "low"}, "flag", ["--precision", "one of default, fine, exact", "'low'"]),
         ({"mlock": "perhaps"}, "argument", ["mlock", "'perhaps'"]),
         ({"memory_limit": "12 parsecs"}, "flag", ["--memory-limit", "512MiB or 8G", "'12 parsecs'"]),
         ({"nonsense": 1}, "argument", ["nonsense", "no option", "docs/configuration.md"]),
