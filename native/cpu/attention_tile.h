@@ -8,6 +8,7 @@
 // Everything has internal linkage: the file is compiled into objects of different instruction sets.
 #pragma once
 
+#include "../quant/activations.h"
 #include "attention_kernels.h"
 
 #include <math.h>
@@ -34,13 +35,7 @@ constexpr size_t q8_bytes(uint32_t rows, uint32_t d) {
 // d = amax / 127 rounded to F16, at most its largest number; q = round_to_even(x / d), at most 127. NaN and q = 0 for a
 // block that is not finite.
 template <class V> inline uint16_t quantize_block(const float *x, int8_t *q) {
-  uint32_t amax_bits = 0; // of non-negative floats the bits order as the values do, NaN last
-  for (uint32_t i = 0; i < kBlock; ++i) {
-    uint32_t bits;
-    memcpy(&bits, x + i, 4);
-    bits &= 0x7fffffffu;
-    amax_bits = bits > amax_bits ? bits : amax_bits;
-  }
+  const uint32_t amax_bits = quant::largest_magnitude(x, kBlock);
   float amax;
   memcpy(&amax, &amax_bits, 4);
   memset(q, 0, kBlock);
@@ -380,13 +375,7 @@ template <class V> void prepare_q8(const float *q, uint32_t n, uint32_t d, void 
   int32_t *sums = reinterpret_cast<int32_t *>(scales + size_t(n) * (d / kBlock));
   for (uint32_t b = 0; b < n * (d / kBlock); ++b) {
     const float *x = q + size_t(b) * kBlock;
-    uint32_t amax_bits = 0;
-    for (uint32_t i = 0; i < kBlock; ++i) {
-      uint32_t bits;
-      memcpy(&bits, x + i, 4);
-      bits &= 0x7fffffffu;
-      amax_bits = bits > amax_bits ? bits : amax_bits;
-    }
+    const uint32_t amax_bits = quant::largest_magnitude(x, kBlock);
     float amax;
     memcpy(&amax, &amax_bits, 4);
     int16_t out[kBlock] = {};

@@ -54,6 +54,25 @@ APU_INLINE __mmask64 low_mask(int n) {
   return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1;
 }
 
+inline constexpr uint32_t kPassRows = 8; // of activations that use weights while they are in registers
+
+// Calls f(matrix, first row of activations, the row after the last, first matrix row, the row after the last): as many
+// passes over each `block` of matrix rows as `count` rows of activations take.
+template <class F>
+APU_INLINE void for_passes(const Matrix &w, uint32_t count, uint32_t begin, uint32_t end, uint32_t block, F f) {
+  const uint32_t passes = (count + kPassRows - 1) / kPassRows;
+  for (uint32_t n = begin; n < end; n += block)
+    for (uint32_t p = 0; p < passes; p++) {
+      const uint32_t last = n + block < end ? n + block : end;
+      Matrix part = w; // `next` is read after the last pass over the last block
+      if (p + 1 < passes)
+        part.next = w.data + n * w.row_stride;
+      else if (last < end)
+        part.next = nullptr;
+      f(part, p * count / passes, (p + 1) * count / passes, n, last);
+    }
+}
+
 // ((0+4)+(2+6)) + ((1+5)+(3+7)), see quant/activations.h
 APU_INLINE float sum8(__m256 v) {
   const __m128 pairs = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -26,7 +26,6 @@ struct Packed {
     return {y + kGroup * at, c + 16 * at, d + 16 * at, s16 + 16 * at, s + kLanes * at, groups};
   }
 };
-constexpr uint32_t kPassRows = 8;               // of activations, while the weights stream by
 constexpr size_t kFarBytes = 2560;              // of rows that are read in two places
 constexpr size_t kPassBytes = size_t{64} << 10; // of weights, when there are several passes
 
@@ -194,19 +193,11 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
                  size_t y_stride, void *work) {
   const Packed packed = pack<B>(a, count, work);
   if (count > kPassRows) { // several passes, over as many weights as stay in the second cache level
-    const uint32_t passes = (count + kPassRows - 1) / kPassRows;
     const auto block = static_cast<uint32_t>(1 + kPassBytes / w.row_stride);
-    for (uint32_t n = begin; n < end; n += block)
-      for (uint32_t p = 0; p < passes; p++) {
-        const uint32_t t = p * count / passes, last = n + block < end ? n + block : end;
-        Matrix part = w; // `next` is read after the last pass over the last block
-        if (p + 1 < passes)
-          part.next = w.data + n * w.row_stride;
-        else if (last < end)
-          part.next = nullptr;
-        one_pass<B>(part, packed.from(t), (p + 1) * count / passes - t, n, last, y + t * y_stride + (n - begin),
-                    y_stride);
-      }
+    for_passes(w, count, begin, end, block,
+               [&](const Matrix &part, uint32_t t, uint32_t t_end, uint32_t n, uint32_t last) {
+                 one_pass<B>(part, packed.from(t), t_end - t, n, last, y + t * y_stride + (n - begin), y_stride);
+               });
     return;
   }
   if constexpr (Traits<B>::elements != kSuperblock) {

@@ -16,7 +16,6 @@ namespace apu::cpu::avx512 {
 namespace {
 
 constexpr int kPrefetch = 4096;          // 1024 to 8192 are the same
-constexpr uint32_t kPassRows = 8;        // of activations that use a superblock while it is in registers
 constexpr size_t kPassBytes = 128 << 10; // of weights that are read from memory once for several passes
 
 struct alignas(64) Activations { // of a superblock
@@ -195,19 +194,11 @@ void matvec_type(const Matrix &w, const ActBlocks &a, uint32_t count, uint32_t b
                  size_t y_stride, void *work) {
   const size_t superblocks = w.k / kGroup;
   const Activations *all = pack<B>(a, count, superblocks, work);
-  const uint32_t passes = (count + kPassRows - 1) / kPassRows;
-  const auto block = passes == 1 ? end - begin : static_cast<uint32_t>(kPassBytes / w.row_stride / 2 * 2 + 2);
-  for (uint32_t n = begin; n < end; n += block)
-    for (uint32_t p = 0; p < passes; p++) {
-      const uint32_t t = p * count / passes, t_end = (p + 1) * count / passes;
-      const uint32_t last = n + block < end ? n + block : end;
-      Matrix part = w; // `next` is read after the last pass over the last block
-      if (p + 1 < passes)
-        part.next = w.data + n * w.row_stride;
-      else if (last < end)
-        part.next = nullptr;
-      one_pass<B>(part, all + t * superblocks, t_end - t, n, last, y + t * y_stride + (n - begin), y_stride);
-    }
+  const auto block = count <= kPassRows ? end - begin : static_cast<uint32_t>(kPassBytes / w.row_stride / 2 * 2 + 2);
+  for_passes(w, count, begin, end, block,
+             [&](const Matrix &part, uint32_t t, uint32_t t_end, uint32_t n, uint32_t last) {
+               one_pass<B>(part, all + t * superblocks, t_end - t, n, last, y + t * y_stride + (n - begin), y_stride);
+             });
 }
 
 } // namespace

@@ -20,17 +20,23 @@ static inline size_t half_index(size_t b, size_t h) {
   return b / 8 * 16 + 8 * h + b % 8;
 }
 
-// Quantises x[0..count), count <= 16, to q[16] (zero beyond count); returns d, and the sum of q in *sum.
-//   amax = max |x|;  d = amax / 127;  q = round_to_even(x * (1 / d))
-// A half that holds an infinity or a NaN gets q = 0 and d = NaN, so that every product of the row becomes NaN.
-static inline float quantize_half(const float *x, uint32_t count, int8_t *q, int32_t *sum) {
-  uint32_t amax_bits = 0; // of non-negative floats the bits order as the values do, NaN last
+// The bits of the largest |x[i]|: of non-negative floats they order as the values do, infinity and NaN last.
+static inline uint32_t largest_magnitude(const float *x, uint32_t count) {
+  uint32_t largest = 0;
   for (uint32_t k = 0; k < count; k++) {
     uint32_t bits;
     memcpy(&bits, x + k, 4);
     bits &= 0x7fffffffu;
-    amax_bits = bits > amax_bits ? bits : amax_bits;
+    largest = bits > largest ? bits : largest;
   }
+  return largest;
+}
+
+// Quantises x[0..count), count <= 16, to q[16] (zero beyond count); returns d, and the sum of q in *sum.
+//   amax = max |x|;  d = amax / 127;  q = round_to_even(x * (1 / d))
+// A half that holds an infinity or a NaN gets q = 0 and d = NaN, so that every product of the row becomes NaN.
+static inline float quantize_half(const float *x, uint32_t count, int8_t *q, int32_t *sum) {
+  const uint32_t amax_bits = largest_magnitude(x, count);
   float amax;
   memcpy(&amax, &amax_bits, 4);
   memset(q, 0, 16);
