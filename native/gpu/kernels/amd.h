@@ -1,0 +1,188 @@
+// AMD's side of gpu.h: clang's AMDGPU builtins, no ROCm header. Everything here is compiled for device only; the host
+// pass of HIP compilation never happens (--cuda-device-only).
+#pragma once
+
+#define APU_KERNEL(threads)                                                                                            \
+  extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
+#define APU_DEVICE static inline __attribute__((device)) __attribute__((always_inline))
+#define APU_METHOD __attribute__((device)) __attribute__((always_inline))
+#define APU_SHARED static __attribute__((shared))
+#define APU_CONSTANT static __attribute__((device)) const
+
+namespace apu::gpu {
+
+#if defined(__gfx90a__)
+constexpr u32 kWaveSize = 64;
+#else
+constexpr u32 kWaveSize = 32;
+#endif
+
+typedef u32 u32x4 __attribute__((ext_vector_type(4)));
+typedef u32 u32x2 __attribute__((ext_vector_type(2)));
+typedef float f32x4 __attribute__((ext_vector_type(4)));
+
+APU_DEVICE u32 thread_id() {
+  return __builtin_amdgcn_workitem_id_x();
+}
+APU_DEVICE u32 block_id() {
+  return __builtin_amdgcn_workgroup_id_x();
+}
+APU_DEVICE u32 block_id_y() {
+  return __builtin_amdgcn_workgroup_id_y();
+}
+APU_DEVICE u32 block_id_z() {
+  return __builtin_amdgcn_workgroup_id_z();
+}
+// Of the kernel's implicit arguments in code object v5 and later: block_count_x is the first.
+APU_DEVICE u32 grid_size() {
+  return *(const __attribute__((address_space(4))) u32 *)__builtin_amdgcn_implicitarg_ptr();
+}
+
+APU_DEVICE void block_sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+APU_DEVICE void wave_sync() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
+}
+APU_DEVICE void device_fence() {
+  __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent");
+}
+
+APU_DEVICE float bits_to_float(u32 u) {
+  return __builtin_bit_cast(float, u);
+}
+APU_DEVICE u32 float_to_bits(float x) {
+  return __builtin_bit_cast(u32, x);
+}
+
+template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane) {
+  static_assert(sizeof(T) == 4);
+  return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(i32(lane * 4), __builtin_bit_cast(i32, v)));
+}
+APU_DEVICE u32 amd_lane() {
+  return thread_id() % kWaveSize;
+}
+template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask) {
+  return wave_shuffle(v, amd_lane() ^ mask);
+}
+APU_DEVICE u64 wave_ballot(bool p) {
+  if constexpr (kWaveSize == 64)
+    return __builtin_amdgcn_ballot_w64(p);
+  else
+    return __builtin_amdgcn_ballot_w32(p);
+}
+APU_DEVICE bool wave_any(bool p) {
+  return wave_ballot(p) != 0;
+}
+
+APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
+#if defined(__gfx90a__)
+  return __builtin_amdgcn_sdot4(i32(a), i32(b), c, false);
+#else
+  return __builtin_amdgcn_sudot4(true, i32(a), true, i32(b), c, false);
+#endif
+}
+APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
+#if defined(__gfx90a__)
+  // No mixed-sign form: unsigned a = signed (a ^ 0x80) + 128.
+  const i32 ones = __builtin_amdgcn_sdot4(0x01010101, i32(b), 0, false);
+  return __builtin_amdgcn_sdot4(i32(a ^ 0x80808080u), i32(b), c, false) + 128 * ones;
+#else
+  return __builtin_amdgcn_sudot4(false, i32(a), true, i32(b), c, false);
+#endif
+}
+APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
+  return __builtin_amdgcn_alignbit(high, low, bits);
+}
+APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
+  return __builtin_amdgcn_perm(b, a, selector);
+}
+
+APU_DEVICE u32x4 load16(const void *p) {
+  return *static_cast<const u32x4 *>(p);
+}
+APU_DEVICE u32x4 load16_stream(const void *p) {
+  return __builtin_nontemporal_load(static_cast<const u32x4 *>(p));
+}
+APU_DEVICE void store16(void *p, u32x4 v) {
+  *static_cast<u32x4 *>(p) = v;
+}
+APU_DEVICE void copy16_async(void *shared, const void *global) {
+  store16(shared, load16_stream(global));
+}
+APU_DEVICE void copy_commit() {}
+template <int N> APU_DEVICE void copy_wait() {}
+APU_DEVICE void prefetch_global(const void *) {}
+
+APU_DEVICE float half_to_float(u32 bits) {
+  return float(__builtin_bit_cast(_Float16, u16(bits)));
+}
+APU_DEVICE u16 float_to_half(float x) {
+  return __builtin_bit_cast(u16, _Float16(x));
+}
+APU_DEVICE float bfloat16_to_float(u32 bits) {
+  return bits_to_float(bits << 16);
+}
+APU_DEVICE u16 float_to_bfloat16(float x) {
+  const u32 u = float_to_bits(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return u16(u >> 16 | 64); // NaN stays one
+  return u16((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+typedef _Float16 half2_t __attribute__((ext_vector_type(2)));
+APU_DEVICE u32 half2_mul(u32 a, u32 b) {
+  return __builtin_bit_cast(u32, __builtin_bit_cast(half2_t, a) * __builtin_bit_cast(half2_t, b));
+}
+APU_DEVICE u32 half2_add(u32 a, u32 b) {
+  return __builtin_bit_cast(u32, __builtin_bit_cast(half2_t, a) + __builtin_bit_cast(half2_t, b));
+}
+APU_DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  return __builtin_bit_cast(u32,
+                            __builtin_elementwise_fma(__builtin_bit_cast(half2_t, a), __builtin_bit_cast(half2_t, b),
+                                                      __builtin_bit_cast(half2_t, c)));
+}
+
+APU_DEVICE float fma_f32(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+APU_DEVICE double fma_f64(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
+APU_DEVICE float sqrt_f32(float x) {
+  return __builtin_sqrtf(x);
+}
+APU_DEVICE float exp_f32(float x) {
+  return __builtin_expf(x);
+}
+APU_DEVICE float log_f32(float x) {
+  return __builtin_logf(x);
+}
+APU_DEVICE float fabs_f32(float x) {
+  return __builtin_fabsf(x);
+}
+APU_DEVICE float max_f32(float a, float b) {
+  return __builtin_fmaxf(a, b);
+}
+APU_DEVICE float min_f32(float a, float b) {
+  return __builtin_fminf(a, b);
+}
+APU_DEVICE double floor_f64(double x) {
+  return __builtin_floor(x);
+}
+
+APU_DEVICE u32 atomic_add(u32 *p, u32 v) {
+  return __scoped_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
+APU_DEVICE u32 atomic_max(u32 *p, u32 v) {
+  return __scoped_atomic_fetch_max(p, v, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
+
+APU_DEVICE u8 *dynamic_shared() {
+  extern __attribute__((shared)) __attribute__((aligned(16))) u8 apu_dynamic_shared[];
+  return apu_dynamic_shared;
+}
+
+} // namespace apu::gpu

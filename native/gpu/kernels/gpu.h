@@ -1,0 +1,78 @@
+// The one header through which kernels see a GPU: keywords, ids, barriers, wave operations, integer dot products, loads
+// and matrix tiles, for AMD (clang, no ROCm headers), NVIDIA (nvcc) and the CPU (tests run the same sources there).
+//
+// Everything vendor-specific is in the three headers below; kernels hold no vendor macro, no assembly and no wave size
+// as a number: reductions and layouts are written over kWaveSize (32 or 64), a constant of the target.
+// What each of them provides is listed here once; semantics are the same everywhere.
+#pragma once
+
+#include "common.h"
+
+// APU_KERNEL(threads) void name(Args args): an entry point, launched with exactly `threads` threads in x.
+// APU_DEVICE: inlined device function.  APU_SHARED: static LDS variable.  APU_CONSTANT: table in constant memory.
+// dynamic_shared(): the launch's dynamic LDS, 16-byte aligned.
+#if defined(APU_GPU_SHIM)
+#include "shim.h"
+#elif defined(__CUDACC__) && !defined(__HIP__)
+#include "nvidia.h"
+#else
+#include "amd.h"
+#endif
+
+namespace apu::gpu {
+
+// ids: thread_id(), block_id(), block_id_y(), block_id_z(), grid_size() (blocks in x); lane_id() and wave_id() follow.
+APU_DEVICE u32 lane_id() {
+  return thread_id() % kWaveSize;
+}
+APU_DEVICE u32 wave_id() { // of the block
+  return thread_id() / kWaveSize;
+}
+
+// block_sync(): barrier and memory order for the block.  wave_sync(): memory order among the lanes of a wave.
+// wave_shuffle(v, lane), wave_shuffle_xor(v, mask): u32, i32 or float of another lane; all lanes take part.
+// wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
+// dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
+// funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
+// byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.
+// load16(p): 16 aligned bytes, kept in caches.  load16_stream(p): read once.  store16(p, v).
+// copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups (where the
+// hardware has no such thing the copy is immediate).
+// half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
+// half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
+// bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float in namespace gpu: fma_f32 ...
+// prefetch_global(p): a hint.  atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old value.
+// device_fence(): earlier writes of this thread are visible to the device before later ones.
+
+template <typename T> APU_DEVICE T wave_sum(T v) {
+#pragma unroll
+  for (u32 mask = kWaveSize / 2; mask; mask /= 2) v += wave_shuffle_xor(v, mask);
+  return v;
+}
+
+APU_DEVICE float wave_max(float v) {
+#pragma unroll
+  for (u32 mask = kWaveSize / 2; mask; mask /= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  return v;
+}
+
+// Sum over the block, in every thread; `parts` (threads / kWaveSize) in LDS, free again after the next block_sync().
+template <typename T> APU_DEVICE T block_sum(T v, T *parts, u32 waves) {
+  v = wave_sum(v);
+  if (lane_id() == 0) parts[wave_id()] = v;
+  block_sync();
+  T sum = parts[0];
+  for (u32 i = 1; i < waves; ++i) sum += parts[i];
+  return sum;
+}
+
+APU_DEVICE float block_max(float v, float *parts, u32 waves) {
+  v = wave_max(v);
+  if (lane_id() == 0) parts[wave_id()] = v;
+  block_sync();
+  float most = parts[0];
+  for (u32 i = 1; i < waves; ++i) most = max_f32(most, parts[i]);
+  return most;
+}
+
+} // namespace apu::gpu

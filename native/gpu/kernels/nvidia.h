@@ -1,0 +1,187 @@
+// NVIDIA's side of gpu.h, for nvcc: a stand-in on which the same kernels are verified.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define APU_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
+#define APU_DEVICE static __device__ __forceinline__
+#define APU_METHOD __device__ __forceinline__
+#define APU_SHARED static __shared__
+#define APU_CONSTANT static __device__ const
+
+namespace apu::gpu {
+
+constexpr u32 kWaveSize = 32;
+
+struct alignas(16) u32x4 {
+  u32 x, y, z, w;
+  APU_METHOD u32 &operator[](u32 i) { return (&x)[i]; }
+  APU_METHOD const u32 &operator[](u32 i) const { return (&x)[i]; }
+};
+struct alignas(8) u32x2 {
+  u32 x, y;
+  APU_METHOD u32 &operator[](u32 i) { return (&x)[i]; }
+  APU_METHOD const u32 &operator[](u32 i) const { return (&x)[i]; }
+};
+struct alignas(16) f32x4 {
+  float x, y, z, w;
+  APU_METHOD float &operator[](u32 i) { return (&x)[i]; }
+  APU_METHOD const float &operator[](u32 i) const { return (&x)[i]; }
+};
+
+APU_DEVICE u32 thread_id() {
+  return threadIdx.x;
+}
+APU_DEVICE u32 block_id() {
+  return blockIdx.x;
+}
+APU_DEVICE u32 block_id_y() {
+  return blockIdx.y;
+}
+APU_DEVICE u32 block_id_z() {
+  return blockIdx.z;
+}
+APU_DEVICE u32 grid_size() {
+  return gridDim.x;
+}
+APU_DEVICE void block_sync() {
+  __syncthreads();
+}
+APU_DEVICE void wave_sync() {
+  __syncwarp();
+}
+APU_DEVICE void device_fence() {
+  __threadfence();
+}
+
+APU_DEVICE float bits_to_float(u32 u) {
+  return __uint_as_float(u);
+}
+APU_DEVICE u32 float_to_bits(float x) {
+  return __float_as_uint(x);
+}
+
+template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane) {
+  return __shfl_sync(0xffffffffu, v, int(lane));
+}
+template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask) {
+  return __shfl_xor_sync(0xffffffffu, v, int(mask));
+}
+APU_DEVICE u64 wave_ballot(bool p) {
+  return __ballot_sync(0xffffffffu, p);
+}
+APU_DEVICE bool wave_any(bool p) {
+  return __any_sync(0xffffffffu, p);
+}
+
+APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
+  return __dp4a(int(a), int(b), c);
+}
+APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
+  i32 d;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
+  return __funnelshift_r(low, high, bits);
+}
+APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) { // one selector in each byte; prmt wants them in nibbles
+  const u32 pairs = (selector | selector >> 4) & 0x00ff00ffu;
+  return __byte_perm(a, b, (pairs | pairs >> 8) & 0xffffu);
+}
+
+APU_DEVICE u32x4 load16(const void *p) {
+  const uint4 v = *static_cast<const uint4 *>(p);
+  return {v.x, v.y, v.z, v.w};
+}
+APU_DEVICE u32x4 load16_stream(const void *p) {
+  const uint4 v = __ldcs(static_cast<const uint4 *>(p));
+  return {v.x, v.y, v.z, v.w};
+}
+APU_DEVICE void store16(void *p, u32x4 v) {
+  *static_cast<uint4 *>(p) = make_uint4(v.x, v.y, v.z, v.w);
+}
+APU_DEVICE void copy16_async(void *shared, const void *global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+APU_DEVICE void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> APU_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+APU_DEVICE void prefetch_global(const void *p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
+APU_DEVICE float half_to_float(u32 bits) {
+  return __half2float(__ushort_as_half(u16(bits)));
+}
+APU_DEVICE u16 float_to_half(float x) {
+  return __half_as_ushort(__float2half_rn(x));
+}
+APU_DEVICE float bfloat16_to_float(u32 bits) {
+  return bits_to_float(bits << 16);
+}
+APU_DEVICE u16 float_to_bfloat16(float x) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+APU_DEVICE __half2 nvidia_half2(u32 v) {
+  return *reinterpret_cast<__half2 *>(&v);
+}
+APU_DEVICE u32 nvidia_bits(__half2 v) {
+  return *reinterpret_cast<u32 *>(&v);
+}
+APU_DEVICE u32 half2_mul(u32 a, u32 b) {
+  return nvidia_bits(__hmul2(nvidia_half2(a), nvidia_half2(b)));
+}
+APU_DEVICE u32 half2_add(u32 a, u32 b) {
+  return nvidia_bits(__hadd2(nvidia_half2(a), nvidia_half2(b)));
+}
+APU_DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  return nvidia_bits(__hfma2(nvidia_half2(a), nvidia_half2(b), nvidia_half2(c)));
+}
+
+APU_DEVICE float fma_f32(float a, float b, float c) {
+  return fmaf(a, b, c);
+}
+APU_DEVICE double fma_f64(double a, double b, double c) {
+  return fma(a, b, c);
+}
+APU_DEVICE float sqrt_f32(float x) {
+  return sqrtf(x);
+}
+APU_DEVICE float exp_f32(float x) {
+  return expf(x);
+}
+APU_DEVICE float log_f32(float x) {
+  return logf(x);
+}
+APU_DEVICE float fabs_f32(float x) {
+  return fabsf(x);
+}
+APU_DEVICE float max_f32(float a, float b) {
+  return fmaxf(a, b);
+}
+APU_DEVICE float min_f32(float a, float b) {
+  return fminf(a, b);
+}
+APU_DEVICE double floor_f64(double x) {
+  return floor(x);
+}
+
+APU_DEVICE u32 atomic_add(u32 *p, u32 v) {
+  return atomicAdd(p, v);
+}
+APU_DEVICE u32 atomic_max(u32 *p, u32 v) {
+  return atomicMax(p, v);
+}
+
+APU_DEVICE u8 *dynamic_shared() {
+  extern __shared__ __align__(16) u8 apu_dynamic_shared[];
+  return apu_dynamic_shared;
+}
+
+} // namespace apu::gpu
