@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from apu_engine._native.library import open_library
+from apu_engine._native.library import kernels_folder, open_library
 from apu_engine.errors import ApuError, ConfigError, MappingError
 
 ffi: Any
@@ -146,7 +146,11 @@ class Device:
         self.handle: Any = None
         if isa not in ISA:
             raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
-        options = ffi.new("apu_device_options *", {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us})
+        kernels = ffi.new("char[]", os.fsencode(kernels_folder()))
+        options = ffi.new(
+            "apu_device_options *",
+            {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us, "kernels": kernels},
+        )
         out = ffi.new("apu_device **")
         check(lib.apu_device_open(kind.encode(), index, options, out))
         self.handle = out[0]

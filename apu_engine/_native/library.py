@@ -8,6 +8,7 @@ are compared once, so that a stale library is an error message and not a misread
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,18 @@ def find() -> Path:
             return folder
         tried.append(str(folder))
     raise ApuError(f"{LIBRARY} is not built (looked in {', '.join(tried)}); run ./build.sh or `pip install -e .`")
+
+
+def kernels_folder() -> Path:
+    """Folder of the GPU's code objects: APU_KERNELS where set, else the one beside libapu.so, else the source tree's.
+
+    The folder need not exist: opening a device then says how to build what it needs.
+    """
+    if named := os.environ.get("APU_KERNELS"):
+        return Path(named)
+    own = Path(__file__).resolve().parent / "kernels"
+    beside = find() / "kernels"
+    return beside if beside.is_dir() else own
 
 
 def open_library() -> tuple[Any, Any, Path]:

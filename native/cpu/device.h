@@ -1,12 +1,33 @@
 // The CPU as a device: the pool of workers and the kernel table of one instruction-set level.
 #pragma once
 
-#include "apu.h"
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "backend.h"
 
-struct apu_device {
-  uint32_t isa; // APU_ISA_*
-  const apu::cpu::KernelTable *kernels;
-  apu::cpu::Pool pool;
+namespace apu::cpu {
+
+class Device final : public apu_device {
+public:
+  Device(uint32_t isa_level, const KernelTable *table, const Pool::Options &options)
+      : isa(isa_level), kernels(table), pool(options) {}
+
+  const char *kind() const override { return "cpu"; }
+  void props(apu_device_props &out) const override;
+  apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy,
+                             std::unique_ptr<apu_region> &out) override;
+  apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;
+  apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) override;
+  apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override; // native/plan/create.cpp
+
+  const uint32_t isa; // APU_ISA_*
+  const KernelTable *const kernels;
+  Pool pool;
 };
+
+// Null where the device is of another kind.
+inline Device *as_cpu(apu_device *device) {
+  return dynamic_cast<Device *>(device);
+}
+
+} // namespace apu::cpu

@@ -1,6 +1,7 @@
 // The kernels by themselves, for tests and benchmarks: one matrix product, one dequantisation, and the plain read that
 // bandwidths are compared with. Workers share the rows of the matrix as they do in a plan; buffers live for the call.
 #include "common.h"
+#include "cpu/device.h"
 #include "cpu/matrix_product.h"
 #include "quant/activations.h"
 
@@ -30,7 +31,9 @@ template <typename T> Buffer<T> allocate(size_t count) {
   return Buffer<T>(static_cast<T *>(p));
 }
 
-apu_status check_pool(apu_device *device, const char *name) {
+apu_status find_pool(apu_device *any, const char *name, Device *&device) {
+  device = as_cpu(any);
+  if (!device) return fail(APU_E_UNSUPPORTED, "%s: expected a cpu device, found %s", name, any->kind());
   if (!device->pool.forked()) return APU_OK;
   return fail(APU_E_DEVICE, "%s: the device's workers stayed with the parent process; open a device after fork()",
               name);
@@ -74,9 +77,10 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     return fail(APU_E_INVALID, "apu_kernel_matmul: %u rows, n %u, k %u: expected at most %u rows, n and k %u", rows, n,
                 k, kMaxRows, kMaxMatrixRows);
   if (rows == 0 || n == 0) return APU_OK;
-  if (const apu_status status = check_pool(device, "apu_kernel_matmul"); status != APU_OK) return status;
+  Device *cpu = nullptr;
+  TRY(find_pool(device, "apu_kernel_matmul", cpu));
   try {
-    const KernelTable &kernels = *device->kernels;
+    const KernelTable &kernels = *cpu->kernels;
     const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
     const bool quantized = is_quantized(dtype) && precision != APU_PRECISION_EXACT;
     const uint32_t terms = quantized && precision == APU_PRECISION_FINE ? 2 : 1;
@@ -87,8 +91,8 @@ apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precis
     const Buffer<float> residual = allocate<float>(terms == 2 ? size_t{rows} * k : 0);
     const Buffer<float> both = allocate<float>(terms == 2 ? size_t{rows} * 2 * n : 0); // (T, 2, N)
     const size_t work_bytes = aligned(kernels.work_bytes(k));
-    const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * device->pool.size());
-    device->pool.run(0, [&](Worker &worker) {
+    const Buffer<uint8_t> work = allocate<uint8_t>(work_bytes * cpu->pool.size());
+    cpu->pool.run(0, [&](Worker &worker) {
       if (quantized) {
         Split split(worker, rows, 1);
         for (uint32_t b, e; split.next(b, e);)
@@ -139,7 +143,8 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   if (bytes == 0 || repeats == 0)
     return fail(APU_E_INVALID, "apu_kernel_read: bytes and repeats must be positive, they are %llu and %u",
                 static_cast<unsigned long long>(bytes), repeats);
-  if (const apu_status status = check_pool(device, "apu_kernel_read"); status != APU_OK) return status;
+  Device *cpu = nullptr;
+  TRY(find_pool(device, "apu_kernel_read", cpu));
   // Shared out as a matrix's rows are: contiguous ranges, and whoever is done helps, so that one slow worker does not
   // make the limit look lower than what a product can reach.
   const uint64_t unit = std::max<uint64_t>(kReadBytes, bytes / kMaxUnits + 1);
@@ -149,7 +154,7 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   uint64_t start = 0;
   std::atomic<uint64_t> sink{0};
   try {
-    device->pool.run(0, [&](Worker &worker) {
+    cpu->pool.run(0, [&](Worker &worker) {
       for (uint32_t r = 0; r < repeats; ++r) {
         worker.barrier([&] { start = now_ns(); });
         Split split(worker, units, 1);

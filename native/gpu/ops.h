@@ -34,11 +34,6 @@ enum class Scratch : uint32_t {
   count
 };
 
-struct Kernel {
-  Function function = nullptr;
-  const char *name = "";
-};
-
 class Launcher {
 public:
   virtual ~Launcher() = default;

@@ -54,6 +54,7 @@ typedef struct apu_device_options {
   uint32_t isa;     /* cpu: APU_ISA_*; a level the processor lacks is APU_E_UNSUPPORTED */
   uint32_t pin;     /* cpu: 1 pins each worker to one core */
   uint32_t spin_us; /* cpu: how long a waiting worker spins before it sleeps; 0 = default */
+  const char *kernels; /* hip, cuda: folder of the code objects, <arch>.co or <arch>.cubin */
 } apu_device_options;
 
 typedef struct apu_device_props {

@@ -5,8 +5,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <sys/mman.h>
 
 namespace apu {
@@ -133,19 +131,13 @@ apu_status build(apu_plan &plan) {
 
 using namespace apu;
 
-apu_status apu_plan_create(apu_device *device, const apu_plan_desc *desc, apu_plan **out) {
-  if (!device || !desc || !out) return fail(APU_E_INVALID, "apu_plan_create: device, desc and out must not be NULL");
-  *out = nullptr;
-  try {
-    auto plan = std::make_unique<apu_plan>();
-    plan->device = device;
-    if (apu_status s = describe(*desc, plan->info); s != APU_OK) return s;
-    if (apu_status s = build(*plan); s != APU_OK) return s;
-    *out = plan.release();
-    return APU_OK;
-  } catch (const std::exception &e) { // bad_alloc, length_error
-    return fail(APU_E_MEMORY, "plan: out of memory: %s", e.what());
-  }
+apu_status cpu::Device::create_plan(const apu_plan_desc &desc, apu_plan **out) {
+  auto plan = std::make_unique<apu_plan>();
+  plan->device = this;
+  TRY(describe(desc, plan->info));
+  TRY(build(*plan));
+  *out = plan.release();
+  return APU_OK;
 }
 
 uint64_t apu_plan_scratch_bytes(apu_plan *plan) {

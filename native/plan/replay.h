@@ -56,7 +56,7 @@ private:
 } // namespace apu
 
 struct apu_plan {
-  apu_device *device = nullptr;
+  apu::cpu::Device *device = nullptr;
   apu::PlanInfo info;
   std::vector<std::unique_ptr<apu::cpu::Op>> ops;
   std::vector<int32_t> op_rope;                  // RopeTable of each op, or -1

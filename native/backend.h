@@ -1,0 +1,40 @@
+// What every kind of device offers behind apu.h's devices, memory and plans. Each backend derives from apu_device;
+// native/backend.cpp checks the arguments of the C functions once and dispatches. Methods may throw std::bad_alloc,
+// which becomes APU_E_MEMORY there.
+#pragma once
+
+#include "common.h"
+
+#include <memory>
+#include <vector>
+
+// Memory that a device can read. `chunks` are in host order, and adjoin in host addresses.
+struct apu_region {
+  virtual ~apu_region() = default;
+  std::vector<apu_chunk> chunks;
+};
+
+struct apu_device {
+  virtual ~apu_device() = default;
+  virtual const char *kind() const = 0; // "cpu", "hip", "cuda"
+  virtual void props(apu_device_props &out) const = 0;
+  // `bytes` is positive and `strategy` one of APU_MEMORY_*.
+  virtual apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy,
+                                     std::unique_ptr<apu_region> &out) = 0;
+  virtual apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) = 0;
+  // `bytes` is positive. A host side is a host address, else a device address. Ends when the bytes are there.
+  virtual apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) = 0;
+  virtual apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) = 0;
+};
+
+namespace apu {
+
+namespace cpu {
+apu_status open_device(const apu_device_options &options, std::unique_ptr<apu_device> &out);
+} // namespace cpu
+namespace gpu {
+apu_status open_device(const char *kind, uint32_t index, const apu_device_options &options,
+                       std::unique_ptr<apu_device> &out);
+} // namespace gpu
+
+} // namespace apu
