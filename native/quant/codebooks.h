@@ -4,15 +4,18 @@
 #ifndef APU_QUANT_CODEBOOKS_H
 #define APU_QUANT_CODEBOOKS_H
 
+#include "target.h"
+
 #include <stdint.h>
 
 namespace apu::quant {
 
 inline constexpr uint8_t kIq2Values[4] = {8, 25, 43, 0}; // the fourth code is unused
 inline constexpr uint8_t kIq3xxsValues[8] = {4, 12, 20, 28, 36, 44, 52, 62};
-inline constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+APU_QUANT_TABLE constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                   1,    13,   25,  38,  53,  69,  89,  113};
 // E2M1 (one sign, two exponent bits, one of mantissa), doubled to be integers.
-inline constexpr int8_t kE2m1Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+APU_QUANT_TABLE constexpr int8_t kE2m1Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // eight 2-bit codes of kIq2Values; IQ2_XXS
 inline constexpr uint16_t kIq2xxs[256] = {
@@ -395,15 +398,15 @@ template <uint32_t N, class Value> constexpr Grid4<N> expand4(const uint16_t (&p
   return grid;
 }
 
-inline constexpr auto kIq2xxsGrid = expand8(kIq2xxs, [](int c) { return kIq2Values[c]; });
-inline constexpr auto kIq2xsGrid = expand8(kIq2xs, [](int c) { return kIq2Values[c]; });
-inline constexpr auto kIq2sGrid = expand8(kIq2s, [](int c) { return kIq2Values[c]; });
-inline constexpr auto kIq3xxsGrid = expand4(kIq3xxs, [](int c) { return kIq3xxsValues[c]; });
-inline constexpr auto kIq3sGrid = expand4(kIq3s, [](int c) { return 2 * c + 1; });
-inline constexpr auto kIq1Grid = expand8(kIq1, [](int c) { return 8 * c - 8; }); // eighths
+APU_QUANT_TABLE constexpr auto kIq2xxsGrid = expand8(kIq2xxs, [](int c) { return kIq2Values[c]; });
+APU_QUANT_TABLE constexpr auto kIq2xsGrid = expand8(kIq2xs, [](int c) { return kIq2Values[c]; });
+APU_QUANT_TABLE constexpr auto kIq2sGrid = expand8(kIq2s, [](int c) { return kIq2Values[c]; });
+APU_QUANT_TABLE constexpr auto kIq3xxsGrid = expand4(kIq3xxs, [](int c) { return kIq3xxsValues[c]; });
+APU_QUANT_TABLE constexpr auto kIq3sGrid = expand4(kIq3s, [](int c) { return 2 * c + 1; });
+APU_QUANT_TABLE constexpr auto kIq1Grid = expand8(kIq1, [](int c) { return 8 * c - 8; }); // eighths
 
 // Seven sign bits to eight: the last makes their number even.
-constexpr uint32_t even_signs(uint32_t seven) {
+APU_QUANT_FUNCTION constexpr uint32_t even_signs(uint32_t seven) {
   const uint32_t folded = seven ^ seven >> 4;
   return seven | (0x6996u >> (folded & 15) & 1) << 7;
 }

@@ -6,35 +6,36 @@
 
 #include "blocks.h"
 #include "codebooks.h"
+#include "target.h"
 
-#include <string.h>
-
-#if defined(__F16C__)
+#if defined(__F16C__) && !defined(APU_QUANT_HALF_TO_FLOAT)
 #include <immintrin.h>
 #endif
 
 namespace apu::quant {
 
-static inline uint32_t load32(const uint8_t *p) {
+APU_QUANT_FUNCTION uint32_t load32(const uint8_t *p) {
   uint32_t v;
-  memcpy(&v, p, 4);
+  APU_QUANT_COPY_BYTES(&v, p, 4);
   return v;
 }
-static inline uint16_t load16(const uint8_t *p) {
+APU_QUANT_FUNCTION uint16_t load16(const uint8_t *p) {
   uint16_t v;
-  memcpy(&v, p, 2);
+  APU_QUANT_COPY_BYTES(&v, p, 2);
   return v;
 }
 
-static inline float bf16_to_f32(uint16_t h) {
+APU_QUANT_FUNCTION float bf16_to_f32(uint16_t h) {
   const uint32_t bits = static_cast<uint32_t>(h) << 16;
   float f;
-  memcpy(&f, &bits, 4);
+  APU_QUANT_COPY_BYTES(&f, &bits, 4);
   return f;
 }
 
-static inline float f16_to_f32(uint16_t h) {
-#if defined(__F16C__)
+APU_QUANT_FUNCTION float f16_to_f32(uint16_t h) {
+#if defined(APU_QUANT_HALF_TO_FLOAT)
+  return APU_QUANT_HALF_TO_FLOAT(h);
+#elif defined(__F16C__)
   return _cvtsh_ss(h);
 #else
   // Exponent and mantissa moved into place, then scaled by 2^112: denormals come out right.
@@ -43,19 +44,19 @@ static inline float f16_to_f32(uint16_t h) {
   float f;
   if (magnitude >= 0x7c00u) {
     bits |= magnitude > 0x7c00u ? 0x7fc00000u : 0x7f800000u; // infinity; NaN made quiet
-    memcpy(&f, &bits, 4);
+    APU_QUANT_COPY_BYTES(&f, &bits, 4);
   } else {
-    memcpy(&f, &bits, 4);
+    APU_QUANT_COPY_BYTES(&f, &bits, 4);
     f *= 0x1p112f;
   }
-  memcpy(&bits, &f, 4);
+  APU_QUANT_COPY_BYTES(&bits, &f, 4);
   bits |= static_cast<uint32_t>(h & 0x8000u) << 16;
-  memcpy(&f, &bits, 4);
+  APU_QUANT_COPY_BYTES(&f, &bits, 4);
   return f;
 #endif
 }
 
-static inline float load_f16(const uint8_t *p) {
+APU_QUANT_FUNCTION float load_f16(const uint8_t *p) {
   return f16_to_f32(load16(p));
 }
 
@@ -67,22 +68,22 @@ struct Block32 {
   float wm;
 };
 
-static inline void unpack_nibbles(const uint8_t *qs, int offset, int8_t *q) {
+APU_QUANT_FUNCTION void unpack_nibbles(const uint8_t *qs, int offset, int8_t *q) {
   for (uint32_t i = 0; i < 16; i++) {
     q[i] = static_cast<int8_t>((qs[i] & 15) - offset);
     q[i + 16] = static_cast<int8_t>((qs[i] >> 4) - offset);
   }
 }
-static inline void unpack_nibbles5(const uint8_t *qs, const uint8_t *qh, int offset, int8_t *q) {
+APU_QUANT_FUNCTION void unpack_nibbles5(const uint8_t *qs, const uint8_t *qh, int offset, int8_t *q) {
   uint32_t high;
-  memcpy(&high, qh, 4);
+  APU_QUANT_COPY_BYTES(&high, qh, 4);
   for (uint32_t i = 0; i < 16; i++) {
     q[i] = static_cast<int8_t>(((qs[i] & 15) | ((high >> i & 1) << 4)) - offset);
     q[i + 16] = static_cast<int8_t>(((qs[i] >> 4) | ((high >> (i + 16) & 1) << 4)) - offset);
   }
 }
 // Scale and minimum j of 8 from the 12 bytes of Q4_K and Q5_K: 6 bits each.
-static inline void scale_min_k4(const uint8_t *scales, uint32_t j, int32_t *sc, int32_t *m) {
+APU_QUANT_FUNCTION void scale_min_k4(const uint8_t *scales, uint32_t j, int32_t *sc, int32_t *m) {
   if (j < 4) {
     *sc = scales[j] & 63;
     *m = scales[j + 4] & 63;
@@ -92,41 +93,41 @@ static inline void scale_min_k4(const uint8_t *scales, uint32_t j, int32_t *sc, 
   }
 }
 // Scale i of 16 from the 12 bytes of Q3_K, 32 subtracted.
-static inline int32_t scale_q3_k(const uint8_t *scales, uint32_t i) {
+APU_QUANT_FUNCTION int32_t scale_q3_k(const uint8_t *scales, uint32_t i) {
   const int32_t low = i < 8 ? scales[i] & 15 : scales[i - 8] >> 4;
   const int32_t high = scales[8 + i % 4] >> (2 * (i / 4)) & 3;
   return (low | high << 4) - 32;
 }
 
 // Block b of a file block (b = 0 where that is one block).
-static inline void unpack_block(const Q4_0 &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q4_0 &w, uint32_t, Block32 &out) {
   unpack_nibbles(w.qs, 8, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const Q4_1 &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q4_1 &w, uint32_t, Block32 &out) {
   unpack_nibbles(w.qs, 0, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
   out.wm = load_f16(w.m);
 }
-static inline void unpack_block(const Q5_0 &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q5_0 &w, uint32_t, Block32 &out) {
   unpack_nibbles5(w.qs, w.qh, 16, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const Q5_1 &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q5_1 &w, uint32_t, Block32 &out) {
   unpack_nibbles5(w.qs, w.qh, 0, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
   out.wm = load_f16(w.m);
 }
-static inline void unpack_block(const Q8_0 &w, uint32_t, Block32 &out) {
-  memcpy(out.q, w.qs, 32);
+APU_QUANT_FUNCTION void unpack_block(const Q8_0 &w, uint32_t, Block32 &out) {
+  APU_QUANT_COPY_BYTES(out.q, w.qs, 32);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const Q2_K &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q2_K &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) out.q[l] = static_cast<int8_t>(w.qs[32 * (b / 4) + l] >> (2 * (b % 4)) & 3);
   for (uint32_t h = 0; h < 2; h++) {
     out.sc[h] = static_cast<float>(w.scales[2 * b + h] & 15);
@@ -135,7 +136,7 @@ static inline void unpack_block(const Q2_K &w, uint32_t b, Block32 &out) {
   out.ws = load_f16(w.d);
   out.wm = -load_f16(w.dmin);
 }
-static inline void unpack_block(const Q3_K &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q3_K &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) {
     const int low = w.qs[32 * (b / 4) + l] >> (2 * (b % 4)) & 3;
     out.q[l] = static_cast<int8_t>((low | (w.hmask[l] >> b & 1) << 2) - 4);
@@ -143,7 +144,7 @@ static inline void unpack_block(const Q3_K &w, uint32_t b, Block32 &out) {
   for (uint32_t h = 0; h < 2; h++) out.sc[h] = static_cast<float>(scale_q3_k(w.scales, 2 * b + h));
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const Q4_K &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q4_K &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) out.q[l] = static_cast<int8_t>(w.qs[32 * (b / 2) + l] >> (4 * (b % 2)) & 15);
   int32_t sc, m;
   scale_min_k4(w.scales, b, &sc, &m);
@@ -151,7 +152,7 @@ static inline void unpack_block(const Q4_K &w, uint32_t b, Block32 &out) {
   out.ws = load_f16(w.d) * static_cast<float>(sc);
   out.wm = -(load_f16(w.dmin) * static_cast<float>(m));
 }
-static inline void unpack_block(const Q5_K &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q5_K &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) {
     const int low = w.qs[32 * (b / 2) + l] >> (4 * (b % 2)) & 15;
     out.q[l] = static_cast<int8_t>(low | (w.qh[l] >> b & 1) << 4);
@@ -162,7 +163,7 @@ static inline void unpack_block(const Q5_K &w, uint32_t b, Block32 &out) {
   out.ws = load_f16(w.d) * static_cast<float>(sc);
   out.wm = -(load_f16(w.dmin) * static_cast<float>(m));
 }
-static inline void unpack_block(const Q6_K &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const Q6_K &w, uint32_t b, Block32 &out) {
   const uint32_t half = b / 4, j = b % 4;
   for (uint32_t l = 0; l < 32; l++) {
     const int low = w.ql[64 * half + 32 * (j % 2) + l] >> (4 * (j / 2)) & 15;
@@ -175,28 +176,28 @@ static inline void unpack_block(const Q6_K &w, uint32_t b, Block32 &out) {
 // ---- codebooks
 
 // Eight elements: bytes of a grid, negated where their bit is set.
-static inline void unpack_signed(uint64_t grid, uint32_t signs, int8_t *q) {
+APU_QUANT_FUNCTION void unpack_signed(uint64_t grid, uint32_t signs, int8_t *q) {
   for (uint32_t i = 0; i < 8; i++) {
     const int v = static_cast<int>(grid >> 8 * i & 255);
     q[i] = static_cast<int8_t>(signs >> i & 1 ? -v : v);
   }
 }
-static inline uint64_t two_fours(uint32_t first, uint32_t second) {
+APU_QUANT_FUNCTION uint64_t two_fours(uint32_t first, uint32_t second) {
   return first | static_cast<uint64_t>(second) << 32;
 }
 // 2 s + 1 of scale i, nibbles from the low one.
-static inline float odd_nibble(const uint8_t *scales, uint32_t i) {
+APU_QUANT_FUNCTION float odd_nibble(const uint8_t *scales, uint32_t i) {
   return static_cast<float>(2 * (scales[i / 2] >> 4 * (i % 2) & 15) + 1);
 }
 
-static inline void unpack_block(const IQ2_XXS &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ2_XXS &w, uint32_t b, Block32 &out) {
   const uint8_t *p = w.qs + 8 * b;
   const uint32_t packed = load32(p + 4);
   for (uint32_t i = 0; i < 4; i++) unpack_signed(kIq2xxsGrid.v[p[i]], even_signs(packed >> 7 * i & 127), out.q + 8 * i);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d) * static_cast<float>(2 * (packed >> 28) + 1) * 0.125f;
 }
-static inline void unpack_block(const IQ2_XS &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ2_XS &w, uint32_t b, Block32 &out) {
   for (uint32_t i = 0; i < 4; i++) {
     const uint32_t v = load16(w.qs + 8 * b + 2 * i);
     unpack_signed(kIq2xsGrid.v[v & 511], even_signs(v >> 9), out.q + 8 * i);
@@ -204,7 +205,7 @@ static inline void unpack_block(const IQ2_XS &w, uint32_t b, Block32 &out) {
   for (uint32_t h = 0; h < 2; h++) out.sc[h] = odd_nibble(w.scales, 2 * b + h);
   out.ws = load_f16(w.d) * 0.125f;
 }
-static inline void unpack_block(const IQ2_S &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ2_S &w, uint32_t b, Block32 &out) {
   for (uint32_t i = 0; i < 4; i++) {
     const uint32_t index = w.qs[4 * b + i] | (w.qh[b] >> 2 * i & 3u) << 8;
     unpack_signed(kIq2sGrid.v[index], w.signs[4 * b + i], out.q + 8 * i);
@@ -212,7 +213,7 @@ static inline void unpack_block(const IQ2_S &w, uint32_t b, Block32 &out) {
   for (uint32_t h = 0; h < 2; h++) out.sc[h] = odd_nibble(w.scales, 2 * b + h);
   out.ws = load_f16(w.d) * 0.125f;
 }
-static inline void unpack_block(const IQ3_XXS &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ3_XXS &w, uint32_t b, Block32 &out) {
   const uint8_t *p = w.qs + 8 * b;
   const uint32_t packed = load32(w.signs + 4 * b);
   for (uint32_t i = 0; i < 4; i++) {
@@ -222,7 +223,7 @@ static inline void unpack_block(const IQ3_XXS &w, uint32_t b, Block32 &out) {
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d) * static_cast<float>(2 * (packed >> 28) + 1) * 0.25f;
 }
-static inline void unpack_block(const IQ3_S &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ3_S &w, uint32_t b, Block32 &out) {
   const auto four = [&](uint32_t i) { return kIq3sGrid.v[w.qs[8 * b + i] | (w.qh[b] >> i & 1u) << 8]; };
   for (uint32_t i = 0; i < 4; i++)
     unpack_signed(two_fours(four(2 * i), four(2 * i + 1)), w.signs[4 * b + i], out.q + 8 * i);
@@ -231,10 +232,10 @@ static inline void unpack_block(const IQ3_S &w, uint32_t b, Block32 &out) {
 }
 
 // Eight elements in eighths: those of a grid, plus or minus one.
-static inline void unpack_eighths(uint64_t grid, int delta, int8_t *q) {
+APU_QUANT_FUNCTION void unpack_eighths(uint64_t grid, int delta, int8_t *q) {
   for (uint32_t i = 0; i < 8; i++) q[i] = static_cast<int8_t>(static_cast<int8_t>(grid >> 8 * i) + delta);
 }
-static inline void unpack_block(const IQ1_S &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ1_S &w, uint32_t b, Block32 &out) {
   const uint32_t high = load16(w.qh + 2 * b);
   for (uint32_t i = 0; i < 4; i++)
     unpack_eighths(kIq1Grid.v[w.qs[4 * b + i] | (high >> 3 * i & 7) << 8], high >> 15 ? -1 : 1, out.q + 8 * i);
@@ -242,12 +243,12 @@ static inline void unpack_block(const IQ1_S &w, uint32_t b, Block32 &out) {
   out.ws = load_f16(w.d) * static_cast<float>(2 * (high >> 12 & 7) + 1) * 0.125f;
 }
 // The scale of IQ1_M, a nibble in each u16.
-static inline float scale_iq1_m(const uint8_t *scales) {
+APU_QUANT_FUNCTION float scale_iq1_m(const uint8_t *scales) {
   uint32_t d = 0;
   for (uint32_t i = 0; i < 4; i++) d |= static_cast<uint32_t>(scales[2 * i + 1] >> 4) << 4 * i;
   return f16_to_f32(static_cast<uint16_t>(d));
 }
-static inline void unpack_block(const IQ1_M &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ1_M &w, uint32_t b, Block32 &out) {
   for (uint32_t i = 0; i < 4; i++) {
     const uint32_t high = w.qh[2 * b + i / 2] >> 4 * (i % 2) & 15u;
     unpack_eighths(kIq1Grid.v[w.qs[4 * b + i] | (high & 7) << 8], high >> 3 ? -1 : 1, out.q + 8 * i);
@@ -259,46 +260,46 @@ static inline void unpack_block(const IQ1_M &w, uint32_t b, Block32 &out) {
 
 // ---- tables of sixteen values
 
-static inline void unpack_table(const uint8_t *qs, const int8_t (&values)[16], int8_t *q) {
+APU_QUANT_FUNCTION void unpack_table(const uint8_t *qs, const int8_t (&values)[16], int8_t *q) {
   for (uint32_t i = 0; i < 16; i++) {
     q[i] = values[qs[i] & 15];
     q[i + 16] = values[qs[i] >> 4];
   }
 }
 // 2^(e - 128); the first two are denormal.
-static inline float half_e8m0(uint8_t e) {
+APU_QUANT_FUNCTION float half_e8m0(uint8_t e) {
   const uint32_t bits = e < 2 ? 0x200000u << e : (e - 1u) << 23;
   float f;
-  memcpy(&f, &bits, 4);
+  APU_QUANT_COPY_BYTES(&f, &bits, 4);
   return f;
 }
 // Half of an unsigned E4M3; bit 7 is ignored, 0x7f (NaN in E4M3) is zero.
-static inline float half_e4m3(uint8_t v) {
+APU_QUANT_FUNCTION float half_e4m3(uint8_t v) {
   const uint32_t exponent = v >> 3 & 15, mantissa = v & 7;
   if (v == 0x7f) return 0.0f;
   if (exponent == 0) return static_cast<float>(mantissa) * 0x1p-10f;
   const uint32_t bits = (exponent + 119) << 23 | mantissa << 20; // 2^(exponent - 8)
   float f;
-  memcpy(&f, &bits, 4);
+  APU_QUANT_COPY_BYTES(&f, &bits, 4);
   return f;
 }
-static inline void unpack_block(const IQ4_NL &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ4_NL &w, uint32_t, Block32 &out) {
   unpack_table(w.qs, kIq4Values, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const IQ4_XS &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const IQ4_XS &w, uint32_t b, Block32 &out) {
   unpack_table(w.qs + 16 * b, kIq4Values, out.q);
   const int scale = (w.scales_l[b / 2] >> 4 * (b % 2) & 15) | (load16(w.scales_h) >> 2 * b & 3) << 4;
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d) * static_cast<float>(scale - 32);
 }
-static inline void unpack_block(const MXFP4 &w, uint32_t, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const MXFP4 &w, uint32_t, Block32 &out) {
   unpack_table(w.qs, kE2m1Values, out.q);
   out.sc[0] = out.sc[1] = 1;
   out.ws = half_e8m0(w.e);
 }
-static inline void unpack_block(const NVFP4 &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const NVFP4 &w, uint32_t b, Block32 &out) {
   for (uint32_t i = 0; i < 32; i++) {
     const uint8_t byte = w.qs[16 * b + i / 16 * 8 + i % 8];
     out.q[i] = kE2m1Values[i / 8 % 2 ? byte >> 4 : byte & 15];
@@ -310,11 +311,11 @@ static inline void unpack_block(const NVFP4 &w, uint32_t b, Block32 &out) {
 // ---- ternary
 
 // Digit n, from the most significant, of a byte that stores ceil(256 / 243 * v) for v of five digits.
-static inline int ternary_digit(uint8_t byte, uint32_t n) {
+APU_QUANT_FUNCTION int ternary_digit(uint8_t byte, uint32_t n) {
   constexpr uint8_t power[5] = {1, 3, 9, 27, 81};
   return static_cast<uint8_t>(byte * power[n]) * 3 >> 8;
 }
-static inline void unpack_block(const TQ1_0 &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const TQ1_0 &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) {
     int digit;
     if (b < 5)
@@ -328,7 +329,7 @@ static inline void unpack_block(const TQ1_0 &w, uint32_t b, Block32 &out) {
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
 }
-static inline void unpack_block(const TQ2_0 &w, uint32_t b, Block32 &out) {
+APU_QUANT_FUNCTION void unpack_block(const TQ2_0 &w, uint32_t b, Block32 &out) {
   for (uint32_t l = 0; l < 32; l++) out.q[l] = static_cast<int8_t>((w.qs[32 * (b / 4) + l] >> 2 * (b % 4) & 3) - 1);
   out.sc[0] = out.sc[1] = 1;
   out.ws = load_f16(w.d);
@@ -337,12 +338,12 @@ static inline void unpack_block(const TQ2_0 &w, uint32_t b, Block32 &out) {
 // ---- rows
 
 // out (k) = the row as float32; k is a multiple of the type's elements.
-template <class B> static inline void dequantize_row(const uint8_t *row, uint32_t k, float *out) {
+template <class B> APU_QUANT_FUNCTION void dequantize_row(const uint8_t *row, uint32_t k, float *out) {
   using T = Traits<B>;
   Block32 block;
   for (uint32_t i = 0; i < k / T::elements; i++, row += T::bytes) {
     B file_block;
-    memcpy(&file_block, row, T::bytes);
+    APU_QUANT_COPY_BYTES(&file_block, row, T::bytes);
     for (uint32_t b = 0; b < T::blocks32; b++, out += kBlock) {
       unpack_block(file_block, b, block);
       for (uint32_t h = 0; h < 2; h++) {

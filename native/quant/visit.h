@@ -6,11 +6,12 @@
 
 #include "../include/apu.h"
 #include "blocks.h"
+#include "target.h"
 
 namespace apu::quant {
 
 // Calls use.template operator()<B>() for a quantised dtype, else nothing.
-template <class Use> [[gnu::always_inline]] static inline void with_block_type(uint32_t dtype, const Use &use) {
+template <class Use> [[gnu::always_inline]] APU_QUANT_FUNCTION void with_block_type(uint32_t dtype, const Use &use) {
   switch (dtype) {
   case APU_Q4_0: return use.template operator()<Q4_0>();
   case APU_Q4_1: return use.template operator()<Q4_1>();

@@ -108,6 +108,10 @@ APU_DEVICE u32x4 load16(const void *p) {
 APU_DEVICE u32x4 load16_stream(const void *p) {
   return __builtin_nontemporal_load(static_cast<const u32x4 *>(p));
 }
+// Global memory and LDS are read at any address on amdhsa.
+template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
+  __builtin_memcpy(words, p, 4 * N);
+}
 APU_DEVICE void store16(void *p, u32x4 v) {
   *static_cast<u32x4 *>(p) = v;
 }

@@ -36,6 +36,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
 // byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.
 // load16(p): 16 aligned bytes, kept in caches.  load16_stream(p): read once.  store16(p, v).
+// load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups (where the
 // hardware has no such thing the copy is immediate).
 // half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.

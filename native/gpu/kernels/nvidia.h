@@ -99,6 +99,17 @@ APU_DEVICE u32x4 load16_stream(const void *p) {
   const uint4 v = __ldcs(static_cast<const uint4 *>(p));
   return {v.x, v.y, v.z, v.w};
 }
+template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
+  const u32 shift = u32(reinterpret_cast<u64>(p) & 3) * 8;
+  const u32 *from = reinterpret_cast<const u32 *>(reinterpret_cast<u64>(p) & ~u64{3});
+  u32 low = from[0];
+#pragma unroll
+  for (u32 i = 0; i < N; ++i) {
+    const u32 high = from[i + 1];
+    words[i] = __funnelshift_r(low, high, shift);
+    low = high;
+  }
+}
 APU_DEVICE void store16(void *p, u32x4 v) {
   *static_cast<uint4 *>(p) = make_uint4(v.x, v.y, v.z, v.w);
 }
