@@ -18,7 +18,7 @@ public:
                              std::unique_ptr<apu_region> &out) override;
   apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;
   apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) override;
-  apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override; // native/plan/create.cpp
+  apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override; // plan_create.cpp
 
   const uint32_t isa; // APU_ISA_*
   const KernelTable *const kernels;

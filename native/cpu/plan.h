@@ -6,31 +6,34 @@
 
 #include "common.h"
 #include "cpu/ops.h"
-#include "plan/plan.h"
+#include "plan/backend.h"
 
 #include <condition_variable>
 #include <mutex>
 
-struct apu_event {
+namespace apu::cpu {
+
+constexpr uint32_t kMaxPending = 8; // submissions of a plan; the next one waits
+
+class Plan;
+
+struct Ending final : apu_event {
   std::atomic<uint32_t> ended{0};  // futex
   std::atomic<uint32_t> owners{2}; // the caller and the submission
   apu_status status = APU_OK;
-  char text[apu::kErrorBytes] = "";
+  char text[kErrorBytes] = "";
 
+  apu_status wait(int64_t timeout_us) override;
   void release() {
     if (owners.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
   }
 };
 
-namespace apu {
-
-constexpr uint32_t kMaxPending = 8; // submissions of a plan; the next one waits
-
-class Submission final : public cpu::Job, public cpu::Run {
+class Submission final : public Job, public Run {
 public:
-  explicit Submission(apu_plan &plan) : plan_(plan) { elastic = true; }
+  explicit Submission(Plan &plan) : plan_(plan) { elastic = true; }
 
-  void run(cpu::Worker &worker) override;
+  void run(Worker &worker) override;
   void done() override;
   bool stopping() const override;
   [[gnu::format(printf, 4, 5)]] void fail(uint32_t order, apu_status status, const char *format, ...) override;
@@ -39,11 +42,11 @@ public:
   uint32_t first = 0, last = 0; // ops
   bool samples = false;         // the slice holds APU_OP_SAMPLE
   std::vector<uint32_t> ropes;  // tables that the slice uses
-  apu_event *event = nullptr;
+  Ending *event = nullptr;
   void reset();
 
 private:
-  apu_plan &plan_;
+  Plan &plan_;
   bool stop_ = false; // decided by the last worker at a barrier, so that all of them end at the same op
   uint64_t clock_ = 0;
   std::atomic<uint32_t> failed_{0};
@@ -53,15 +56,27 @@ private:
   char failure_text_[kErrorBytes] = "";
 };
 
-} // namespace apu
+class Plan final : public apu_plan {
+public:
+  explicit Plan(Device &owner) : device(owner) {}
+  ~Plan() override;
 
-struct apu_plan {
-  apu::cpu::Device *device = nullptr;
-  apu::PlanInfo info;
-  std::vector<std::unique_ptr<apu::cpu::Op>> ops;
+  uint64_t scratch_bytes() const override { return memory_bytes + work_bytes; }
+  apu_status submit(const apu_step &step, uint32_t first, uint32_t last, apu_event *&out) override;
+  void cancel() override;
+  void close() override;
+  apu_status read(const Tensor &scratch, void *out, uint64_t bytes) override;
+  apu_status profile(bool enable, uint64_t *nanoseconds) override;
+  apu_status copy_unit(const Group &group, uint32_t from, uint32_t to) override;
+  apu_status reset_unit(const Group &group, uint32_t unit) override;
+  apu_status export_unit(const Group &group, uint32_t unit, uint8_t *out) override;
+  apu_status import_unit(const Group &group, uint32_t unit, const uint8_t *in) override;
+
+  Device &device;
+  std::vector<std::unique_ptr<Op>> ops;
   std::vector<int32_t> op_rope;                  // RopeTable of each op, or -1
   std::vector<std::unique_ptr<float[]>> vectors; // float32 copies of norm weights that cannot be read in place
-  apu::cpu::Workspace workspace;
+  Workspace workspace;
   uint8_t *memory = nullptr; // the arena
   uint64_t memory_bytes = 0;
   uint8_t *work_memory = nullptr; // the workspace
@@ -70,13 +85,11 @@ struct apu_plan {
 
   // Submitting holds the first for its whole length; the workers take only the second, and briefly.
   std::mutex submit_mutex;
-  apu::Previous previous;
-  apu::PageMarks marks;
-  std::vector<std::unique_ptr<apu::Submission>> submissions;
+  std::vector<std::unique_ptr<Submission>> submissions;
 
   std::mutex mutex;
   std::condition_variable changed; // pending
-  std::vector<apu::Submission *> idle;
+  std::vector<Submission *> idle;
   uint32_t pending = 0;
   uint64_t next_id = 1;
   uint32_t rows = 0, outputs = 0;    // of the last submission
@@ -84,6 +97,9 @@ struct apu_plan {
   std::atomic<bool> profiling{false};
   std::atomic<uint64_t> cancelled{0}; // submissions up to this id
 
-  ~apu_plan();
+private:
   std::unique_lock<std::mutex> wait_idle(); // holds `mutex`: nothing is pending, and nothing can begin
+  apu_status prepare(const apu_step &step, uint32_t first, uint32_t last, Submission &s);
 };
+
+} // namespace apu::cpu

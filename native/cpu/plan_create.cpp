@@ -1,24 +1,22 @@
-// apu_plan_create: from a checked description to ops with pointers. The arena is mapped before the ops are made, which
+// From a checked description to ops with pointers. The arena is mapped before the ops are made, which
 // need its addresses; the workspace after they have said how much they need. Both are committed as they are touched, so
 // that a plan for long contexts costs what its steps use.
-#include "plan/replay.h"
+#include "cpu/plan.h"
 
 #include <cerrno>
 #include <cstring>
 #include <sys/mman.h>
 
-namespace apu {
+namespace apu::cpu {
 namespace {
-
-using namespace cpu;
 
 class PlanBuilder final : public Builder {
 public:
-  explicit PlanBuilder(apu_plan &plan) : plan_(plan), vectors_(plan.info.tensors.size(), nullptr) {}
+  explicit PlanBuilder(Plan &plan) : plan_(plan), vectors_(plan.info.tensors.size(), nullptr) {}
 
   const PlanInfo &info() const override { return plan_.info; }
-  const KernelTable &kernels() const override { return *plan_.device->kernels; }
-  const AttentionKernels *attention() const override { return attention_kernels(plan_.device->isa); }
+  const KernelTable &kernels() const override { return *plan_.device.kernels; }
+  const AttentionKernels *attention() const override { return attention_kernels(plan_.device.isa); }
 
   float *scratch(int32_t id) override {
     const Tensor *t = plan_.info.tensor(id);
@@ -50,7 +48,7 @@ public:
   int32_t last_rope = -1; // of the op that is being made
 
 private:
-  apu_plan &plan_;
+  Plan &plan_;
   std::vector<const float *> vectors_;
 };
 
@@ -77,7 +75,7 @@ apu_status map_memory(uint64_t bytes, uint8_t *&out, const char *what) {
   return APU_OK;
 }
 
-apu_status build(apu_plan &plan) {
+apu_status build(Plan &plan) {
   uint64_t arena = std::max<uint64_t>(aligned(plan.info.arena_bytes), 4096);
   if (apu_status s = map_memory(arena, plan.memory, "scratch"); s != APU_OK) return s;
   plan.memory_bytes = arena;
@@ -100,7 +98,7 @@ apu_status build(apu_plan &plan) {
     ropes += 2 * aligned(size_t(plan.info.max_rows) * r.frequency.size() * sizeof(float));
   size_t total = paged(ws.act_bytes) + paged(ws.normed_bytes) + paged(ws.partial_bytes) + paged(ws.chunk_bytes) +
                  paged(ws.score_bytes) + paged(ws.group_bytes) + paged(ropes) +
-                 ws.worker_bytes * plan.device->pool.size();
+                 ws.worker_bytes * plan.device.pool.size();
   if (apu_status s = map_memory(std::max(total, kPage), plan.work_memory, "workspace"); s != APU_OK) return s;
   plan.work_bytes = std::max(total, kPage);
   uint8_t *next = plan.work_memory;
@@ -127,24 +125,18 @@ apu_status build(apu_plan &plan) {
 }
 
 } // namespace
-} // namespace apu
 
-using namespace apu;
-
-apu_status cpu::Device::create_plan(const apu_plan_desc &desc, apu_plan **out) {
-  auto plan = std::make_unique<apu_plan>();
-  plan->device = this;
+apu_status Device::create_plan(const apu_plan_desc &desc, apu_plan **out) {
+  auto plan = std::make_unique<Plan>(*this);
   TRY(describe(desc, plan->info));
   TRY(build(*plan));
   *out = plan.release();
   return APU_OK;
 }
 
-uint64_t apu_plan_scratch_bytes(apu_plan *plan) {
-  return plan ? plan->memory_bytes + plan->work_bytes : 0;
-}
-
-apu_plan::~apu_plan() {
+Plan::~Plan() {
   if (memory) munmap(memory, memory_bytes);
   if (work_memory) munmap(work_memory, work_bytes);
 }
+
+} // namespace apu::cpu
