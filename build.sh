@@ -106,7 +106,7 @@ say "small test models"
 say "ruff, clang-format, mypy"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-git ls-files 'native/*.h' 'native/*.cpp' 2>/dev/null | xargs -r .venv/bin/clang-format --dry-run --Werror
+git ls-files '*.h' '*.cpp' '*.hip' 2>/dev/null | xargs -r .venv/bin/clang-format --dry-run --Werror
 .venv/bin/mypy
 say "tests"
 exec .venv/bin/python -m pytest "${pytest_args[@]}"

@@ -1,0 +1,250 @@
+// The CPU's side of gpu.h: the same functions for g++ or clang, so that tests run the kernels' own sources (tests/gpu
+// compiles them, shim_launch.h runs them). -DAPU_SHIM_WAVE=32 or 64 gives the wave size.
+//
+// Stricter than a GPU: 16-byte loads check their alignment, all lanes must take part in wave operations, asynchronous
+// copies arrive as late as copy_wait allows in forward runs and at once in reversed ones. Half precision is done in
+// bits: g++ 11 has no type for it.
+#pragma once
+
+#include <cmath>
+
+#define APU_KERNEL(threads)                                                                                            \
+  static_assert((threads) % apu::gpu::kWaveSize == 0, "apu_kernel");                                                   \
+  extern "C" __attribute__((visibility("default")))
+#define APU_DEVICE [[maybe_unused]] static inline
+#define APU_METHOD
+#define APU_SHARED static thread_local
+#define APU_CONSTANT [[maybe_unused]] static const
+
+namespace apu::gpu {
+
+constexpr u32 kWaveSize = APU_SHIM_WAVE;
+
+struct alignas(16) u32x4 {
+  u32 x, y, z, w;
+  u32 &operator[](u32 i) { return (&x)[i]; }
+  const u32 &operator[](u32 i) const { return (&x)[i]; }
+};
+struct alignas(8) u32x2 {
+  u32 x, y;
+  u32 &operator[](u32 i) { return (&x)[i]; }
+  const u32 &operator[](u32 i) const { return (&x)[i]; }
+};
+struct alignas(16) f32x4 {
+  float x, y, z, w;
+  float &operator[](u32 i) { return (&x)[i]; }
+  const float &operator[](u32 i) const { return (&x)[i]; }
+};
+
+} // namespace apu::gpu
+
+#include "shim_launch.h"
+
+namespace apu::gpu {
+
+APU_DEVICE u32 thread_id() {
+  return shim::run->thread;
+}
+APU_DEVICE u32 block_id() {
+  return shim::run->block[0];
+}
+APU_DEVICE u32 block_id_y() {
+  return shim::run->block[1];
+}
+APU_DEVICE u32 block_id_z() {
+  return shim::run->block[2];
+}
+APU_DEVICE u32 grid_size() {
+  return shim::run->grid[0];
+}
+
+APU_DEVICE void block_sync(u32 line = __builtin_LINE()) {
+  shim::wait_block(line);
+}
+APU_DEVICE void wave_sync(u32 line = __builtin_LINE()) {
+  shim::exchange_bytes("wave_sync", line, nullptr, 0);
+}
+APU_DEVICE void device_fence() {}
+
+APU_DEVICE float bits_to_float(u32 u) {
+  return __builtin_bit_cast(float, u);
+}
+APU_DEVICE u32 float_to_bits(float x) {
+  return __builtin_bit_cast(u32, x);
+}
+
+template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane, u32 line = __builtin_LINE()) {
+  static_assert(sizeof(T) == 4);
+  return shim::exchange("wave_shuffle", line, v)[lane];
+}
+template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask, u32 line = __builtin_LINE()) {
+  static_assert(sizeof(T) == 4);
+  return shim::exchange("wave_shuffle_xor", line, v)[thread_id() ^ mask];
+}
+APU_DEVICE u64 wave_ballot(bool p, u32 line = __builtin_LINE()) {
+  const auto lanes = shim::exchange("wave_ballot", line, p);
+  u64 ballot = 0;
+  for (u32 lane = 0; lane < kWaveSize; ++lane) ballot |= u64(lanes[lane]) << lane;
+  return ballot;
+}
+APU_DEVICE bool wave_any(bool p, u32 line = __builtin_LINE()) {
+  return wave_ballot(p, line) != 0;
+}
+
+APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
+  u32 sum = u32(c); // wraps as the hardware does
+  for (u32 i = 0; i < 4; ++i) sum += u32(i32(i8(a >> 8 * i)) * i32(i8(b >> 8 * i)));
+  return i32(sum);
+}
+APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
+  u32 sum = u32(c);
+  for (u32 i = 0; i < 4; ++i) sum += u32(i32(u8(a >> 8 * i)) * i32(i8(b >> 8 * i)));
+  return i32(sum);
+}
+APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
+  return u32((u64(high) << 32 | low) >> (bits % 32));
+}
+APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
+  const u64 bytes = u64(b) << 32 | a;
+  u32 result = 0;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 pick = selector >> 8 * i & 255;
+    if (pick > 7) shim::fail("byte_permute: a selector above 7");
+    result |= u32(bytes >> 8 * pick & 255) << 8 * i;
+  }
+  return result;
+}
+
+APU_DEVICE void shim_check16(const void *p) {
+  if (reinterpret_cast<u64>(p) % 16) shim::fail("16 bytes at an address that is not a multiple of 16");
+}
+APU_DEVICE u32x4 load16(const void *p) {
+  shim_check16(p);
+  u32x4 v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
+APU_DEVICE u32x4 load16_stream(const void *p) {
+  return load16(p);
+}
+APU_DEVICE void store16(void *p, u32x4 v) {
+  shim_check16(p);
+  std::memcpy(p, &v, 16);
+}
+APU_DEVICE void copy16_async(void *shared, const void *global) {
+  shim_check16(shared);
+  shim_check16(global);
+  shim::Fiber &fiber = shim::run->fibers[thread_id()];
+  if (shim::run->reverse)
+    std::memcpy(shared, global, 16);
+  else
+    fiber.copies.push_back({shared, global, fiber.groups});
+}
+APU_DEVICE void copy_commit() {
+  ++shim::run->fibers[thread_id()].groups;
+}
+template <int N> APU_DEVICE void copy_wait() { // until at most N committed groups are under way
+  const u32 groups = shim::run->fibers[thread_id()].groups;
+  shim::finish_copies(groups > u32(N) ? groups - u32(N) : 0);
+}
+APU_DEVICE void prefetch_global(const void *) {}
+
+APU_DEVICE float half_to_float(u32 bits) {
+  const u32 sign = (bits & 0x8000) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
+  if (exponent == 31) return bits_to_float(sign | 0x7f800000 | mantissa << 13);
+  if (exponent == 0) { // mantissa * 2^-24, exact
+    const float v = float(mantissa) * 0x1p-24f;
+    return sign ? -v : v;
+  }
+  return bits_to_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+APU_DEVICE u16 shim_half(double x) { // nearest even, from a double: halves, floats and their products are exact in it
+  const u64 u = __builtin_bit_cast(u64, x);
+  const u16 sign = u16(u >> 48 & 0x8000);
+  const double magnitude = std::fabs(x);
+  if (x != x) return u16(sign | 0x7e00);
+  if (magnitude >= 65520.0) return u16(sign | 0x7c00);
+  if (magnitude < 0x1p-14) return u16(sign | u16(std::nearbyint(magnitude * 0x1p24))); // 1024 is the least normal
+  const u64 m = u & 0x7fffffffffffffff;
+  const u64 rounded = m + ((u64(1) << 41) - 1) + (m >> 42 & 1);
+  return u16(sign | u16((rounded >> 42) - (u64(1008) << 10)));
+}
+APU_DEVICE u16 float_to_half(float x) {
+  return shim_half(x);
+}
+APU_DEVICE float bfloat16_to_float(u32 bits) {
+  return bits_to_float(bits << 16);
+}
+APU_DEVICE u16 float_to_bfloat16(float x) {
+  const u32 u = float_to_bits(x);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return u16(u >> 16 | 64); // NaN stays one
+  return u16((u + 0x7fffu + (u >> 16 & 1)) >> 16);
+}
+// Sums of halves and products of halves rounded to odd in double, so that rounding to half again is right.
+APU_DEVICE double shim_sum_to_odd(double a, double b) {
+  const double sum = a + b, part = sum - a;
+  const double lost = (a - (sum - part)) + (b - part);
+  const u64 u = __builtin_bit_cast(u64, sum);
+  if (lost == 0 || lost != lost || u & 1) return sum;
+  return __builtin_bit_cast(double, (lost > 0) == (sum > 0) ? u + 1 : u - 1);
+}
+template <typename F> APU_DEVICE u32 shim_half2(F f) {
+  return u32(shim_half(f(0))) | u32(shim_half(f(16))) << 16;
+}
+APU_DEVICE u32 half2_mul(u32 a, u32 b) {
+  return shim_half2([=](u32 s) { return double(half_to_float(a >> s & 0xffff)) * half_to_float(b >> s & 0xffff); });
+}
+APU_DEVICE u32 half2_add(u32 a, u32 b) {
+  return shim_half2([=](u32 s) { return double(half_to_float(a >> s & 0xffff)) + half_to_float(b >> s & 0xffff); });
+}
+APU_DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  return shim_half2([=](u32 s) {
+    return shim_sum_to_odd(double(half_to_float(a >> s & 0xffff)) * half_to_float(b >> s & 0xffff),
+                           half_to_float(c >> s & 0xffff));
+  });
+}
+
+APU_DEVICE float fma_f32(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+APU_DEVICE double fma_f64(double a, double b, double c) {
+  return __builtin_fma(a, b, c);
+}
+APU_DEVICE float sqrt_f32(float x) {
+  return __builtin_sqrtf(x);
+}
+APU_DEVICE float exp_f32(float x) {
+  return __builtin_expf(x);
+}
+APU_DEVICE float log_f32(float x) {
+  return __builtin_logf(x);
+}
+APU_DEVICE float fabs_f32(float x) {
+  return __builtin_fabsf(x);
+}
+APU_DEVICE float max_f32(float a, float b) {
+  return __builtin_fmaxf(a, b);
+}
+APU_DEVICE float min_f32(float a, float b) {
+  return __builtin_fminf(a, b);
+}
+APU_DEVICE double floor_f64(double x) {
+  return __builtin_floor(x);
+}
+
+APU_DEVICE u32 atomic_add(u32 *p, u32 v) {
+  const u32 old = *p;
+  *p = old + v;
+  return old;
+}
+APU_DEVICE u32 atomic_max(u32 *p, u32 v) {
+  const u32 old = *p;
+  if (v > old) *p = v;
+  return old;
+}
+
+APU_DEVICE u8 *dynamic_shared() {
+  return shim::run->dynamic_lds;
+}
+
+} // namespace apu::gpu
