@@ -1,0 +1,30 @@
+// Matrix tiles: 16x16 products of halves or bfloat16 summed in float, the same on every target.
+//
+//   tile_load_a(a, from, stride)   A (16 rows, 16 of K), K contiguous, from LDS; `stride` in elements, rows 16-byte
+//                                  aligned. For no bank conflicts let 2 * stride / 16 be odd.
+//   tile_load_b(b, from, stride)   B (16 columns, 16 of K), K contiguous: a row of memory is a column of the product.
+//   tile_load_b_transposed(...)    B (16 of K, 16 columns), columns contiguous.
+//   tile_multiply(c, a, b)         c += a b of halves; tile_multiply_bfloat16 of bfloat16. Sums of a product's 16 terms
+//                                  are in the hardware's order, products along K in the order of the calls.
+//   tile_row(i), tile_column(i)    where c.v[i] of this lane lies, i < kTileRegisters: they cover the tile once.
+// All lanes take part. Each element of c depends on its own row of A and column of B alone.
+#pragma once
+
+#include "gpu.h"
+
+#if defined(APU_GPU_SHIM)
+#include "tile_shim.h"
+#elif defined(__CUDACC__) && !defined(__HIP__)
+#include "tile_nvidia.h"
+#else
+#include "tile_amd.h"
+#endif
+
+namespace apu::gpu {
+
+APU_DEVICE void tile_zero(TileC &c) {
+#pragma unroll
+  for (u32 i = 0; i < kTileRegisters; ++i) c.v[i] = 0;
+}
+
+} // namespace apu::gpu

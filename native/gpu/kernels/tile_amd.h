@@ -1,0 +1,84 @@
+// Matrix tiles on AMD: WMMA of gfx11 and gfx12 (wave32), MFMA of gfx90a (wave64).
+//
+// Lane l holds of A row l % 16, of B column l % 16, both along K: gfx11 all 16 of them (lanes 16 to 31 repeat the first
+// half), gfx12 eight from 8 (l / 16) on, gfx90a four from 4 (l / 16) on. Of C it holds column l % 16 and rows
+// 2 i + l / 16 (gfx11), 8 (l / 16) + i (gfx12) or 4 (l / 16) + i (gfx90a).
+#pragma once
+
+namespace apu::gpu {
+
+#if defined(__gfx90a__)
+constexpr u32 kTileRegisters = 4;
+constexpr u32 kTileDepth = 4; // elements along K that a lane holds
+#elif defined(__GFX12__)
+constexpr u32 kTileRegisters = 8;
+constexpr u32 kTileDepth = 8;
+#else
+constexpr u32 kTileRegisters = 8;
+constexpr u32 kTileDepth = 16;
+#endif
+
+typedef float tile_floats __attribute__((ext_vector_type(kTileRegisters)));
+typedef _Float16 tile_halves __attribute__((ext_vector_type(kTileDepth)));
+typedef i16 tile_shorts __attribute__((ext_vector_type(kTileDepth)));
+
+struct TileA {
+  tile_halves v;
+};
+struct TileB {
+  tile_halves v;
+};
+struct TileC {
+  tile_floats v;
+};
+
+APU_DEVICE u32 tile_depth_begin() {
+  return kTileDepth == 16 ? 0 : amd_lane() / 16 * kTileDepth;
+}
+APU_DEVICE tile_halves tile_line(const u16 *row) { // of this lane, 8-byte aligned
+  return *reinterpret_cast<const tile_halves *>(__builtin_assume_aligned(row, kTileDepth == 4 ? 8 : 16));
+}
+APU_DEVICE void tile_load_a(TileA &a, const u16 *from, u32 stride) {
+  a.v = tile_line(from + amd_lane() % 16 * stride + tile_depth_begin());
+}
+APU_DEVICE void tile_load_b(TileB &b, const u16 *from, u32 stride) {
+  b.v = tile_line(from + amd_lane() % 16 * stride + tile_depth_begin());
+}
+APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
+  const u16 *p = from + tile_depth_begin() * stride + amd_lane() % 16;
+#pragma unroll
+  for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = __builtin_bit_cast(_Float16, p[i * stride]);
+}
+
+APU_DEVICE void tile_multiply(TileC &c, const TileA &a, const TileB &b) {
+#if defined(__gfx90a__)
+  c.v = __builtin_amdgcn_mfma_f32_16x16x16f16(a.v, b.v, c.v, 0, 0, 0);
+#elif defined(__GFX12__)
+  c.v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(a.v, b.v, c.v);
+#else
+  c.v = __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a.v, b.v, c.v);
+#endif
+}
+APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b) {
+  const tile_shorts x = __builtin_bit_cast(tile_shorts, a.v), y = __builtin_bit_cast(tile_shorts, b.v);
+#if defined(__gfx90a__)
+  c.v = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c.v, 0, 0, 0);
+#elif defined(__GFX12__)
+  c.v = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(x, y, c.v);
+#else
+  c.v = __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(x, y, c.v);
+#endif
+}
+
+APU_DEVICE u32 tile_row(u32 i) {
+#if defined(__GFX11__)
+  return 2 * i + amd_lane() / 16;
+#else
+  return amd_lane() / 16 * kTileRegisters + i;
+#endif
+}
+APU_DEVICE u32 tile_column(u32) {
+  return amd_lane() % 16;
+}
+
+} // namespace apu::gpu

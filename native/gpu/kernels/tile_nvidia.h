@@ -1,0 +1,65 @@
+// Matrix tiles on NVIDIA: ldmatrix and two mma.sync m16n8k16, of columns 0 to 7 and 8 to 15 of B.
+#pragma once
+
+namespace apu::gpu {
+
+constexpr u32 kTileRegisters = 8;
+
+struct TileA {
+  u32 v[4];
+};
+struct TileB {
+  u32 v[4];
+};
+struct TileC {
+  float v[kTileRegisters];
+};
+
+// Four 8x8 matrices, lane l giving the address of row l % 8 of matrix l / 8.
+APU_DEVICE void nvidia_load_matrices(u32 *v, const u16 *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(u32(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+APU_DEVICE void tile_load_a(TileA &a, const u16 *from, u32 stride) {
+  const u32 lane = threadIdx.x % 32;
+  nvidia_load_matrices(a.v, from + lane % 16 * stride + lane / 16 * 8);
+}
+APU_DEVICE void tile_load_b(TileB &b, const u16 *from, u32 stride) {
+  const u32 lane = threadIdx.x % 32;
+  nvidia_load_matrices(b.v, from + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+}
+APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
+  const u32 lane = threadIdx.x % 32;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b.v[0]), "=r"(b.v[1]), "=r"(b.v[2]), "=r"(b.v[3])
+               : "r"(u32(__cvta_generic_to_shared(from + lane % 16 * stride + lane / 16 * 8)))
+               : "memory");
+}
+
+APU_DEVICE void tile_multiply(TileC &c, const TileA &a, const TileB &b) {
+#pragma unroll
+  for (u32 h = 0; h < 2; ++h)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c.v[4 * h]), "+f"(c.v[4 * h + 1]), "+f"(c.v[4 * h + 2]), "+f"(c.v[4 * h + 3])
+        : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[2 * h]), "r"(b.v[2 * h + 1]));
+}
+APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b) {
+#pragma unroll
+  for (u32 h = 0; h < 2; ++h)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c.v[4 * h]), "+f"(c.v[4 * h + 1]), "+f"(c.v[4 * h + 2]), "+f"(c.v[4 * h + 3])
+        : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[2 * h]), "r"(b.v[2 * h + 1]));
+}
+
+APU_DEVICE u32 tile_row(u32 i) {
+  return threadIdx.x % 32 / 4 + i / 2 % 2 * 8;
+}
+APU_DEVICE u32 tile_column(u32 i) {
+  return threadIdx.x % 4 * 2 + i % 2 + i / 4 * 8;
+}
+
+} // namespace apu::gpu
