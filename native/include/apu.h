@@ -50,10 +50,10 @@ typedef struct apu_device apu_device;
 enum { APU_ISA_AUTO = 0, APU_ISA_PORTABLE = 1, APU_ISA_AVX2 = 2, APU_ISA_AVX512 = 3, APU_ISA_AVX2_VNNI = 4 };
 
 typedef struct apu_device_options {
-  uint32_t threads; /* cpu: workers; 0 = physical cores allowed by affinity and cgroup */
-  uint32_t isa;     /* cpu: APU_ISA_*; a level the processor lacks is APU_E_UNSUPPORTED */
-  uint32_t pin;     /* cpu: 1 pins each worker to one core */
-  uint32_t spin_us; /* cpu: how long a waiting worker spins before it sleeps; 0 = default */
+  uint32_t threads;    /* cpu: workers; 0 = physical cores allowed by affinity and cgroup */
+  uint32_t isa;        /* cpu: APU_ISA_*; a level the processor lacks is APU_E_UNSUPPORTED */
+  uint32_t pin;        /* cpu: 1 pins each worker to one core */
+  uint32_t spin_us;    /* cpu: how long a waiting worker spins before it sleeps; 0 = default */
   const char *kernels; /* hip, cuda: folder of the code objects, <arch>.co or <arch>.cubin */
 } apu_device_options;
 

@@ -1,0 +1,272 @@
+// AMD's runtime, libamdhip64, behind the driver's calls.
+//
+// The library is looked for by its versioned names, newest first, where the dynamic linker looks and then where ROCm
+// installs itself: a ROCm of the newest core folders comes before older ones. APU_HIP_LIBRARY names one file instead.
+// Which devices are visible is the runtime's business (HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES).
+#include "gpu/driver_kinds.h"
+#include "gpu/driver_library.h"
+#include "gpu/hip_api.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace apu::gpu {
+namespace {
+
+constexpr int kNewest = 12, kOldest = 5; // sonames that are tried
+
+std::vector<std::string> library_names() {
+  if (const char *named = std::getenv("APU_HIP_LIBRARY"); named && *named) return {named};
+  std::vector<std::string> folders = {""};
+  if (const char *root = std::getenv("ROCM_PATH"); root && *root) folders.push_back(std::string(root) + "/lib/");
+  std::vector<std::string> versioned;
+  std::error_code ignored;
+  for (const char *parent : {"/opt/rocm", "/opt"})
+    for (const auto &entry : std::filesystem::directory_iterator(parent, ignored)) {
+      const std::string name = entry.path().filename().string();
+      if (name.rfind("core", 0) == 0 || name.rfind("rocm-", 0) == 0)
+        versioned.push_back(entry.path().string() + "/lib/");
+    }
+  folders.push_back("/opt/rocm/lib/");
+  std::sort(versioned.rbegin(), versioned.rend());
+  folders.insert(folders.end(), versioned.begin(), versioned.end());
+  std::vector<std::string> names;
+  for (const std::string &folder : folders) {
+    for (int version = kNewest; version >= kOldest; --version)
+      names.push_back(folder + "libamdhip64.so." + std::to_string(version));
+    names.push_back(folder + "libamdhip64.so");
+  }
+  return names;
+}
+
+class HipDriver final : public Driver {
+public:
+  apu_status load() {
+    TRY(library_.open("hip", library_names()));
+    const auto fill = [&](auto *&function, const char *name, bool required = true) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(library_.symbol(name, required));
+    };
+#define APU_LOAD(name, arguments) fill(api_.name, #name);
+    APU_HIP_FUNCTIONS(APU_LOAD)
+#undef APU_LOAD
+    fill(api_.hipGetErrorName, "hipGetErrorName");
+    fill(api_.hipGetDevicePropertiesR0600, "hipGetDevicePropertiesR0600", false);
+    fill(api_.hipGetDeviceProperties, "hipGetDeviceProperties", api_.hipGetDevicePropertiesR0600 == nullptr);
+    TRY(library_.complete("hip"));
+    // Without a device the first calls fail, in one way or another from release to release: no error of the device.
+    int count = 0;
+    int rc = api_.hipInit(0);
+    if (rc == hip::kSuccess) rc = api_.hipGetDeviceCount(&count);
+    if (rc == hip::kSuccess && count > 0) return APU_OK;
+    const char *name = rc == hip::kSuccess ? "0 devices" : api_.hipGetErrorName(rc);
+    return fail(APU_E_UNSUPPORTED, "device hip: %s shows no usable device: %s (%d)", library_.path().c_str(),
+                name ? name : "unknown error", rc);
+  }
+
+  const char *kind() const override { return "hip"; }
+
+  apu_status device_count(uint32_t &out) override {
+    int count = 0;
+    TRY(check(api_.hipGetDeviceCount(&count), "counting the devices of %s", library_.path().c_str()));
+    out = uint32_t(std::max(count, 0));
+    return APU_OK;
+  }
+
+  apu_status device_props(uint32_t index, DriverProps &out) override {
+    int version = 0;
+    TRY(check(api_.hipRuntimeGetVersion(&version), "asking for the runtime's version"));
+    if (api_.hipGetDevicePropertiesR0600) {
+      hip::PropsR0600 p = {};
+      TRY(check(api_.hipGetDevicePropertiesR0600(&p, int(index)), "asking for the properties of device %u", index));
+      copy_props(p, out);
+    } else {
+      hip::PropsR0000 p = {};
+      TRY(check(api_.hipGetDeviceProperties(&p, int(index)), "asking for the properties of device %u", index));
+      copy_props(p, out);
+    }
+    out.driver_version = uint64_t(version);
+    if (out.arch.rfind("gfx", 0) == 0 && (out.wave_size == 32 || out.wave_size == 64)) return APU_OK;
+    return fail(APU_E_UNSUPPORTED, "device hip:%u: architecture \"%s\", wave size %u: expected gfx..., 32 or 64", index,
+                out.arch.c_str(), out.wave_size);
+  }
+
+  apu_status use_device(uint32_t index) override {
+    TRY(fork_.check("hip"));
+    return check(api_.hipSetDevice(int(index)), "choosing device %u", index);
+  }
+
+  apu_status memory_info(uint64_t &free, uint64_t &total) override {
+    size_t f = 0, t = 0;
+    TRY(check(api_.hipMemGetInfo(&f, &t), "asking for free memory"));
+    free = f, total = t;
+    return APU_OK;
+  }
+
+  apu_status alloc(uint64_t bytes, uint64_t &out) override {
+    void *p = nullptr;
+    TRY(check(api_.hipMalloc(&p, bytes), "allocating %llu bytes of device memory", (unsigned long long)bytes));
+    out = reinterpret_cast<uint64_t>(p);
+    return APU_OK;
+  }
+
+  apu_status free(uint64_t address) override {
+    return check(api_.hipFree(reinterpret_cast<void *>(address)), "freeing device memory");
+  }
+
+  apu_status host_alloc(uint64_t bytes, void *&host, uint64_t &device) override {
+    void *p = nullptr, *d = nullptr;
+    TRY(check(api_.hipHostMalloc(&p, bytes, hip::kHostPortable | hip::kHostMapped | hip::kHostCoherent),
+              "allocating %llu bytes of pinned memory", (unsigned long long)bytes));
+    if (apu_status s = check(api_.hipHostGetDevicePointer(&d, p, 0), "mapping pinned memory"); s != APU_OK) {
+      api_.hipHostFree(p);
+      return s;
+    }
+    host = p;
+    device = reinterpret_cast<uint64_t>(d);
+    return APU_OK;
+  }
+
+  apu_status host_free(void *host) override { return check(api_.hipHostFree(host), "freeing pinned memory"); }
+
+  apu_status copy_to_device(uint64_t to, const void *from, uint64_t bytes, Stream stream) override {
+    return check(api_.hipMemcpyAsync(reinterpret_cast<void *>(to), from, bytes, hip::kHostToDevice, stream),
+                 "copying %llu bytes to the device", (unsigned long long)bytes);
+  }
+
+  apu_status copy_to_host(void *to, uint64_t from, uint64_t bytes, Stream stream) override {
+    return check(api_.hipMemcpyAsync(to, reinterpret_cast<const void *>(from), bytes, hip::kDeviceToHost, stream),
+                 "copying %llu bytes from the device", (unsigned long long)bytes);
+  }
+
+  apu_status copy_on_device(uint64_t to, uint64_t from, uint64_t bytes, Stream stream) override {
+    return check(api_.hipMemcpyAsync(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes,
+                                     hip::kDeviceToDevice, stream),
+                 "copying %llu bytes on the device", (unsigned long long)bytes);
+  }
+
+  apu_status fill(uint64_t to, uint8_t value, uint64_t bytes, Stream stream) override {
+    return check(api_.hipMemsetAsync(reinterpret_cast<void *>(to), value, bytes, stream),
+                 "filling %llu bytes of device memory", (unsigned long long)bytes);
+  }
+
+  apu_status stream_create(Stream &out) override {
+    return check(api_.hipStreamCreateWithFlags(&out, hip::kStreamNonBlocking), "creating a stream");
+  }
+  apu_status stream_destroy(Stream stream) override {
+    return check(api_.hipStreamDestroy(stream), "destroying a stream");
+  }
+  apu_status stream_wait(Stream stream) override {
+    return check(api_.hipStreamSynchronize(stream), "waiting for a stream");
+  }
+
+  apu_status event_create(Event &out, bool timing) override {
+    return check(api_.hipEventCreateWithFlags(&out, timing ? hip::kEventDefault : hip::kEventDisableTiming),
+                 "creating an event");
+  }
+  apu_status event_destroy(Event event) override { return check(api_.hipEventDestroy(event), "destroying an event"); }
+  apu_status event_record(Event event, Stream stream) override {
+    return check(api_.hipEventRecord(event, stream), "recording an event");
+  }
+  apu_status event_query(Event event, bool &ended) override {
+    const int rc = api_.hipEventQuery(event);
+    ended = rc == hip::kSuccess;
+    return rc == hip::kNotReady ? apu_status(APU_OK) : check(rc, "asking whether an event has passed");
+  }
+  apu_status event_wait(Event event) override { return check(api_.hipEventSynchronize(event), "waiting for an event"); }
+  apu_status event_elapsed(Event begin, Event end, float &ms) override {
+    return check(api_.hipEventElapsedTime(&ms, begin, end), "measuring time between events");
+  }
+
+  apu_status module_load(const void *image, size_t, Module &out) override {
+    return check(api_.hipModuleLoadData(&out, image), "loading a code object");
+  }
+  apu_status module_unload(Module module) override {
+    return check(api_.hipModuleUnload(module), "unloading a code object");
+  }
+  apu_status module_function(Module module, const char *name, Function &out) override {
+    return check(api_.hipModuleGetFunction(&out, module, name), "looking up kernel %s", name);
+  }
+  // All of a block's LDS may be asked for at any launch.
+  apu_status function_lds(Function, uint32_t) override { return APU_OK; }
+
+  apu_status launch(Function function, Dim grid, uint32_t threads, uint32_t lds, Stream stream, const void *argument,
+                    size_t) override {
+    void *arguments[] = {const_cast<void *>(argument)}; // the runtime copies as much as the code object says
+    return check(
+        api_.hipModuleLaunchKernel(function, grid.x, grid.y, grid.z, threads, 1, 1, lds, stream, arguments, nullptr),
+        "launching %u x %u x %u blocks of %u threads with %u bytes of LDS", grid.x, grid.y, grid.z, threads, lds);
+  }
+
+  apu_status capture_begin(Stream stream) override {
+    return check(api_.hipStreamBeginCapture(stream, hip::kCaptureThreadLocal), "beginning a capture");
+  }
+
+  apu_status capture_end(Stream stream, Graph &out) override {
+    void *graph = nullptr;
+    const int rc = api_.hipStreamEndCapture(stream, &graph);
+    if (rc != hip::kSuccess || !graph) {
+      if (graph) api_.hipGraphDestroy(graph);
+      return check(rc != hip::kSuccess ? rc : int(hip::kUnknown), "ending a capture");
+    }
+    const int made = api_.hipGraphInstantiate(&out, graph, nullptr, nullptr, 0);
+    api_.hipGraphDestroy(graph);
+    return check(made, "instantiating a graph");
+  }
+  apu_status graph_launch(Graph graph, Stream stream) override {
+    return check(api_.hipGraphLaunch(graph, stream), "launching a graph");
+  }
+  apu_status graph_destroy(Graph graph) override {
+    return check(api_.hipGraphExecDestroy(graph), "destroying a graph");
+  }
+
+private:
+  template <typename Props> static void copy_props(const Props &p, DriverProps &out) {
+    out.name.assign(p.name, strnlen(p.name, sizeof(p.name)));
+    out.arch.assign(p.gcn_arch_name, strnlen(p.gcn_arch_name, sizeof(p.gcn_arch_name)));
+    out.arch = out.arch.substr(0, out.arch.find(':')); // "gfx90a:sramecc+:xnack-"
+    out.integrated = p.integrated != 0;
+    out.wave_size = uint32_t(p.warp_size);
+    out.compute_units = uint32_t(p.multi_processor_count);
+    out.lds_bytes = uint32_t(p.shared_mem_per_block);
+    out.lds_of_unit = uint32_t(p.max_shared_memory_per_multi_processor);
+    out.threads_of_unit = uint32_t(p.max_threads_per_multi_processor);
+    out.memory_bytes = p.total_global_mem;
+    out.l2_bytes = uint64_t(p.l2_cache_size);
+  }
+
+  [[gnu::format(printf, 3, 4)]] apu_status check(int rc, const char *doing, ...) const {
+    if (rc == hip::kSuccess) return APU_OK;
+    char text[256];
+    va_list args;
+    va_start(args, doing);
+    std::vsnprintf(text, sizeof(text), doing, args);
+    va_end(args);
+    const char *name = api_.hipGetErrorName(rc);
+    const apu_status status = rc == hip::kOutOfMemory ? APU_E_MEMORY
+                              : rc == hip::kNoDevice  ? APU_E_UNSUPPORTED
+                                                      : APU_E_DEVICE;
+    return fail(status, "device hip: %s (%d) %s", name ? name : "unknown error", rc, text);
+  }
+
+  Library library_{"install ROCm's HIP runtime, 5.2 or later"};
+  ForkCheck fork_;
+  hip::Table api_;
+};
+
+} // namespace
+
+apu_status open_hip(std::unique_ptr<Driver> &out) {
+  auto driver = std::make_unique<HipDriver>();
+  TRY(driver->load());
+  out = std::move(driver);
+  return APU_OK;
+}
+
+} // namespace apu::gpu

@@ -1,0 +1,13 @@
+// The drivers there are.
+#pragma once
+
+#include "gpu/driver.h"
+
+#include <memory>
+
+namespace apu::gpu {
+
+apu_status open_hip(std::unique_ptr<Driver> &out);
+apu_status open_cuda(std::unique_ptr<Driver> &out);
+
+} // namespace apu::gpu
