@@ -16,6 +16,7 @@ constexpr u32 kWaveSize = 64;
 #else
 constexpr u32 kWaveSize = 32;
 #endif
+constexpr bool kAsyncCopy = false;
 
 typedef u32 u32x4 __attribute__((ext_vector_type(4)));
 typedef u32 u32x2 __attribute__((ext_vector_type(2)));
@@ -36,6 +37,10 @@ APU_DEVICE u32 block_id_z() {
 // Of the kernel's implicit arguments in code object v5 and later: block_count_x is the first.
 APU_DEVICE u32 grid_size() {
   return *(const __attribute__((address_space(4))) u32 *)__builtin_amdgcn_implicitarg_ptr();
+}
+
+APU_DEVICE u32 wave_uniform(u32 v) {
+  return u32(__builtin_amdgcn_readfirstlane(i32(v)));
 }
 
 APU_DEVICE void block_sync() {
@@ -66,7 +71,23 @@ template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane) {
 APU_DEVICE u32 amd_lane() {
   return thread_id() % kWaveSize;
 }
+template <int Control, typename T> APU_DEVICE T amd_dpp(T v) {
+  return __builtin_bit_cast(T, __builtin_amdgcn_update_dpp(0, __builtin_bit_cast(i32, v), Control, 0xf, 0xf, true));
+}
+// Constant masks, as all are once loops are unrolled, need no LDS access within rows of 16 lanes.
 template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask) {
+#if !defined(__gfx90a__)
+  switch (mask) { // row_xmask, and the two rows exchanged
+  case 1: return amd_dpp<0x161>(v);
+  case 2: return amd_dpp<0x162>(v);
+  case 4: return amd_dpp<0x164>(v);
+  case 8: return amd_dpp<0x168>(v);
+  case 16:
+    return __builtin_bit_cast(
+        T, __builtin_amdgcn_permlanex16(0, __builtin_bit_cast(i32, v), 0x76543210, i32(0xfedcba98u), true, false));
+  default: break;
+  }
+#endif
   return wave_shuffle(v, amd_lane() ^ mask);
 }
 APU_DEVICE u64 wave_ballot(bool p) {

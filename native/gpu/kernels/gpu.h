@@ -30,6 +30,7 @@ APU_DEVICE u32 wave_id() { // of the block
 }
 
 // block_sync(): barrier and memory order for the block.  wave_sync(): memory order among the lanes of a wave.
+// wave_uniform(u32 v): v, which is the same in all lanes, known to be so.
 // wave_shuffle(v, lane), wave_shuffle_xor(v, mask): u32, i32 or float of another lane; all lanes take part.
 // wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
@@ -38,7 +39,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // load16(p): 16 aligned bytes, kept in caches.  load16_stream(p): read once.  store16(p, v).
 // load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups (where the
-// hardware has no such thing the copy is immediate).
+// hardware has no such thing the copy is immediate: kAsyncCopy is false).
 // half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
 // half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
 // bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float in namespace gpu: fma_f32 ...

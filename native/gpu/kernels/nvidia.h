@@ -13,6 +13,7 @@
 namespace apu::gpu {
 
 constexpr u32 kWaveSize = 32;
+constexpr bool kAsyncCopy = true;
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -44,6 +45,9 @@ APU_DEVICE u32 block_id_z() {
 }
 APU_DEVICE u32 grid_size() {
   return gridDim.x;
+}
+APU_DEVICE u32 wave_uniform(u32 v) {
+  return v;
 }
 APU_DEVICE void block_sync() {
   __syncthreads();

@@ -1,0 +1,104 @@
+// Formats of 32-element blocks for matvec.h: Q8_0, Q4_0. An item is two blocks.
+//
+// Stored integers become signed bytes without a subtraction of their offset: the fields are moved to a byte's top and
+// their highest bit is flipped, which gives a power of two times the value; the scale of the activations carries its
+// inverse. Such powers of two change no rounding, so the products are those of native/quant/blocks.h.
+#pragma once
+
+#include "matvec.h"
+
+namespace apu::gpu {
+
+// 64 neighbouring columns: q, and the scales of four halves.
+struct ItemX {
+  u32 q[16];
+  float d[4];
+  APU_METHOD void load(const ActivationRow &row, u32 item) {
+    load_q<16>(row, 64 * item, q);
+    load_4(row.d, 4 * item, d);
+  }
+  APU_METHOD void scale(float low, float high) { // of the first and second halves of both blocks
+    d[0] *= low, d[1] *= high, d[2] *= low, d[3] *= high;
+  }
+};
+struct ItemXS : ItemX { // and d * sum of q of both blocks, for types with a minimum
+  float s[2];
+  APU_METHOD void load(const ActivationRow &row, u32 item) {
+    ItemX::load(row, item);
+    float s16[4];
+    load_4(row.s16, 4 * item, s16);
+    s[0] = s16[0] + s16[1], s[1] = s16[2] + s16[3];
+  }
+};
+
+// Dot product of four words of weights and activations.
+APU_DEVICE i32 dot16(const u32 *w, const u32 *q) {
+  i32 sum = 0;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) sum = dot4(w[i], q[i], sum);
+  return sum;
+}
+APU_DEVICE i32 dot16_us(const u32 *w, const u32 *q) {
+  i32 sum = 0;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) sum = dot4_us(w[i], q[i], sum);
+  return sum;
+}
+APU_DEVICE float add_halves(i32 i0, i32 i1, const float *d) {
+  return fma_f32(float(i1), d[1], float(i0) * d[0]);
+}
+
+struct Q8_0 {
+  static constexpr u32 kElements = 32, kBytes = 34;
+  static constexpr bool kAligned = false;
+  using X = ItemX;
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (b && !full) break;
+      u32 w[9]; // two bytes of no use, d, q
+      image.words(2 * kBytes * item + kBytes * b - 2, w);
+      const float d = half_to_float(w[0] >> 16);
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        const u32 *q = x[r].q + 8 * b;
+        sum[r] = fma_f32(d, add_halves(dot16(w + 1, q), dot16(w + 5, q + 4), x[r].d + 2 * b), sum[r]);
+      }
+    }
+  }
+};
+
+struct Q4_0 {
+  static constexpr u32 kElements = 32, kBytes = 18;
+  static constexpr bool kAligned = false;
+  using X = ItemX;
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    x.load(row, item);
+    x.scale(1.0f / 16, 1.0f / 16);
+  }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (b && !full) break;
+      u32 w[5], low[4], high[4];
+      image.words(2 * kBytes * item + kBytes * b - 2, w);
+      const float d = half_to_float(w[0] >> 16);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) { // 16 * (nibble - 8)
+        const u32 v = w[i + 1] ^ 0x88888888u;
+        low[i] = (v << 4) & 0xf0f0f0f0u;
+        high[i] = v & 0xf0f0f0f0u;
+      }
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        const u32 *q = x[r].q + 8 * b;
+        sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16(high, q + 4), x[r].d + 2 * b), sum[r]);
+      }
+    }
+  }
+};
+
+} // namespace apu::gpu

@@ -1,0 +1,317 @@
+// Products of a quantised matrix with 1 to 8 rows of int8 activations: the frame, over a Format that knows one type.
+//
+// A wave copies the bytes of a few matrix rows (a set) as they lie in the file, 16 aligned bytes a lane, into LDS of
+// its own, while it multiplies the set before. A lane owns the same 64 columns (an item) of every row and keeps their
+// activations in registers, so a row costs its own bytes and nothing else. Sums of waves meet in LDS once, at the end
+// of the block, where bias, activation, residual and cap are applied and rows are written side by side.
+// Bytes moved: the matrix once for each 8 rows of activations; the activations once for each block, from cache.
+//
+// A Format is a struct of
+//   kElements, kBytes       of a file block; kElements divides 64, or is 256
+//   kAligned                multiply<true> exists: it may assume 16-byte aligned rows
+//   X                       what a lane keeps of a row's 64 columns
+//   load(x, row, item)      fills it; `item` counts items from the row's first column, so columns are 64 * item + ...
+//                           or for blocks of 256 any 64 of the block's columns, by item % 4
+//   multiply<aligned, R>(image, item, x, sum, full)
+//                           adds the item's products with x[0..R) to sum[0..R). `item` counts from the slice's start (a
+//                           multiple of 4), `image` holds the slice; `full` is false where only the first 32 columns
+//                           lie inside the row (kElements 32): nothing after them may be used.
+// For each r the operations must be the same in number and order whatever R is (blocks.h of native/quant says which).
+#pragma once
+
+#include "activation.h"
+#include "gpu.h"
+#include "matrix.h"
+#include "matvec_args.h"
+
+namespace apu::gpu {
+
+constexpr u32 kMatvecStages = kAsyncCopy ? 2 : 1; // sets in LDS
+
+// One row of activations. Columns beyond K are zero up to a multiple of 256.
+struct ActivationRow {
+  const i8 *q;
+  const float *d, *s16;
+};
+
+// Words of a slice of a row in LDS, at any alignment. Offsets are bytes from the slice's start, -4 or more.
+struct RowImage {
+  const u8 *bytes; // 16-byte aligned
+  u32 start;       // of the slice, 16 to 31
+
+  // N words. The word after them is read too.
+  template <u32 N> APU_METHOD void words(u32 offset, u32 (&out)[N]) const {
+    const u32 at = start + offset, bits = at % 4 * 8;
+    const u32 *p = reinterpret_cast<const u32 *>(bytes) + at / 4;
+    u32 low = p[0];
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+      const u32 high = p[i + 1];
+      out[i] = funnel_shift_right(low, high, bits);
+      low = high;
+    }
+  }
+  // N words, a multiple of 4, at an aligned offset of an aligned row.
+  template <u32 N> APU_METHOD void aligned_words(u32 offset, u32 (&out)[N]) const {
+#pragma unroll
+    for (u32 i = 0; i < N; i += 4) {
+      const u32x4 v = *reinterpret_cast<const u32x4 *>(bytes + 16 + offset + 4 * i);
+      out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
+    }
+  }
+  template <bool Aligned, u32 N> APU_METHOD void words_at(u32 offset, u32 (&out)[N]) const {
+    if constexpr (Aligned)
+      aligned_words(offset, out);
+    else
+      words(offset, out);
+  }
+  APU_METHOD u32 byte(u32 offset) const { return bytes[start + offset]; }
+  APU_METHOD u32 half(u32 offset) const { // bits of 16; those above them are undefined
+    u32 v[1];
+    words(offset, v);
+    return v[0];
+  }
+};
+
+// Columns [column, column + 4 N) of a row's q, as words; column is a multiple of 16.
+template <u32 N> APU_DEVICE void load_q(const ActivationRow &row, u32 column, u32 *q) {
+#pragma unroll
+  for (u32 i = 0; i < N; i += 4) {
+    const u32x4 v = load16(row.q + column + 4 * i);
+    q[i] = v.x, q[i + 1] = v.y, q[i + 2] = v.z, q[i + 3] = v.w;
+  }
+}
+// Four floats at an index that is a multiple of 4.
+APU_DEVICE void load_4(const float *p, u32 index, float *out) {
+  const f32x4 v = *reinterpret_cast<const f32x4 *>(p + index);
+  out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+}
+
+// Sums over the wave of V values, V a power of two. A lane gets that of value lane / (kWaveSize / V); the tree of
+// additions is wave_sum's for any V.
+template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
+  u32 mask = kWaveSize / 2;
+#pragma unroll
+  for (u32 n = V / 2; n; n /= 2, mask /= 2) {
+    const bool upper = (lane_id() & mask) != 0;
+#pragma unroll
+    for (u32 i = 0; i < n; ++i) {
+      const float keep = upper ? v[i + n] : v[i], give = upper ? v[i] : v[i + n];
+      v[i] = keep + wave_shuffle_xor(give, mask);
+    }
+  }
+#pragma unroll
+  for (; mask; mask /= 2) v[0] += wave_shuffle_xor(v[0], mask);
+  return v[0];
+}
+
+// What a block computes: rows [row_begin, row_begin + rows) of one matrix, or of two where `pair`. Sums are left in LDS
+// at sums[(slice * R + r) * set_rows + i], where i counts the block's rows set by set; in a pair's set gate and up
+// alternate.
+struct MatvecWork {
+  Matrix w, w2; // w2: up of a pair
+  bool pair;
+  u64 first_row; // of the matrix that row 0 is, E * N where there are experts
+  u32 row_begin, row_end;
+  u32 slices, splits, steps;
+};
+
+// The block's LDS sums begin here.
+template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
+  constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
+  return reinterpret_cast<float *>(dynamic_shared() +
+                                   kMatvecWaves * kMatvecStages * kMatvecSet * (kSliceBytes + kRowImageExtra));
+}
+
+// All threads of the block; `rows` are those of activations. Ends with a barrier.
+template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+  constexpr u32 kSet = kMatvecSet;
+  constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
+  constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
+  static_assert(kSliceBytes % 16 == 0);
+  // Without asynchronous copies the next set waits in registers while one is multiplied, where there are enough.
+  constexpr bool kHold = !kAsyncCopy && R <= 2;
+  constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
+  const u32 wave = wave_uniform(wave_id()), lane = lane_id();
+  const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits;
+  const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
+  const u32 row_bytes = k / Format::kElements * Format::kBytes;
+  const u32 set_rows = groups * work.steps * kSet;
+  u8 *images = dynamic_shared() + wave * (kMatvecStages * kSet * kImage);
+  float *sums = matvec_sums<Format, R>();
+
+  for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
+    const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
+    // Address of row q of a set, null beyond the matrix.
+    auto address = [&](u32 step, u32 q) -> const u8 * {
+      const u32 set = step * groups + group;
+      const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
+      if (step >= work.steps || row >= work.row_end) return nullptr;
+      const u8 *p =
+          work.pair && q % 2 ? matrix_row(work.w2, work.first_row + row) : matrix_row(work.w, work.first_row + row);
+      return p + slice * kSliceBytes;
+    };
+    auto chunks_of = [&](const u8 *p) { return (u32(reinterpret_cast<u64>(p) % 16) + bytes + 15) / 16; };
+    auto fetch_row = [&](const u8 *p, u32x4 *held, u8 *to) {
+      const u32 count = chunks_of(p);
+      const u8 *from = p - reinterpret_cast<u64>(p) % 16;
+#pragma unroll
+      for (u32 c = 0; c < kChunks; ++c) {
+        const u32 at = c * kWaveSize + lane;
+        if (at >= count) continue;
+        if constexpr (kAsyncCopy)
+          copy16_async(to + 16 * at, from + 16 * at);
+        else
+          held[c] = load16_stream(from + 16 * at);
+      }
+    };
+    auto put_row = [&](const u32x4 *held, u8 *to) { // what was not fetched too: nobody reads it
+#pragma unroll
+      for (u32 c = 0; c < kChunks; ++c) {
+        const u32 at = c * kWaveSize + lane;
+        if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1) store16(to + 16 * at, held[c]);
+      }
+    };
+    auto place = [&](u32 stage, u32 q) { return images + (stage * kSet + q) * kImage + 16; };
+    u32x4 held[kHold ? kSet : 1][kAsyncCopy ? 1 : kChunks];
+    auto fetch = [&](u32 step, u32 stage) {
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) {
+        const u8 *p = address(step, q);
+        if (p) fetch_row(p, held[kHold ? q : 0], place(stage, q));
+        if (!kAsyncCopy && !kHold) put_row(held[0], place(stage, q));
+      }
+      copy_commit();
+    };
+
+#pragma unroll
+    for (u32 stage = 0; stage < kMatvecStages; ++stage) fetch(stage, stage);
+    const u32 item = slice * kWaveSize + lane;
+    const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
+    typename Format::X x[R];
+    if (valid) {
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows[r], item);
+    }
+    u32 stage = 0;
+    for (u32 step = 0; step < work.steps; ++step) {
+      copy_wait<kMatvecStages - 1>();
+      if constexpr (kHold) {
+#pragma unroll
+        for (u32 q = 0; q < kSet; ++q) put_row(held[q], place(0, q));
+        fetch(step + 1, 0);
+      }
+      wave_sync();
+#pragma unroll kSumTogether == kSet ? kSet : 1
+      for (u32 q0 = 0; q0 < kSet; q0 += kSumTogether) {
+        float sum[kSumTogether * R];
+#pragma unroll
+        for (u32 q = 0; q < kSumTogether; ++q) {
+          float part[R];
+#pragma unroll
+          for (u32 r = 0; r < R; ++r) part[r] = 0;
+          const u32 shift = u32(reinterpret_cast<u64>(address(step, q0 + q)) % 16);
+          const RowImage image{images + (stage * kSet + q0 + q) * kImage, 16 + shift};
+          if (valid) {
+            if constexpr (Format::kAligned) {
+              if (shift == 0)
+                Format::template multiply<true, R>(image, lane, x, part, full);
+              else
+                Format::template multiply<false, R>(image, lane, x, part, full);
+            } else {
+              Format::template multiply<false, R>(image, lane, x, part, full);
+            }
+          }
+#pragma unroll
+          for (u32 r = 0; r < R; ++r) sum[q * R + r] = part[r];
+        }
+        const float total = wave_sums(sum);
+        constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
+        const u32 value = lane / kLanes;
+        if (lane % kLanes == 0)
+          sums[(slice * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
+      }
+      wave_sync();
+      if constexpr (!kHold) {
+        fetch(step + kMatvecStages, stage);
+        stage = stage + 1 == kMatvecStages ? 0 : stage + 1;
+      }
+    }
+  }
+  copy_wait<0>();
+  block_sync();
+}
+
+// The sum over slices for activation row r and row i of the block.
+template <u32 R> APU_DEVICE float matvec_total(const float *sums, u32 slices, u32 set_rows, u32 r, u32 i) {
+  float total = sums[r * set_rows + i];
+  for (u32 slice = 1; slice < slices; ++slice) total += sums[(slice * R + r) * set_rows + i];
+  return total;
+}
+
+// Bias, cap, residual and store of one result.
+APU_DEVICE void matvec_store(const MatvecArgs &a, const MatvecSide &side, bool first, u32 t, u32 n, float y) {
+  const u64 at = u64(t) * side.w.rows + n;
+  if (first) {
+    if (a.activation && !a.pair) y = gated_activation(a.activation, y, a.up[at]);
+    if (a.soft_cap != 0) y = soft_cap(y, a.soft_cap);
+    if (a.residual) y = a.residual[at] + y;
+  }
+  side.out[at] = y;
+}
+
+// Blocks in x walk over the rows of all matrices, blocks in y over groups of R activation rows.
+template <class Format, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
+  constexpr u32 kSet = kMatvecSet;
+  const u32 count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.terms, begin = block_id_y() * R;
+  if (begin >= count) return;
+  MatvecSide side = a.sides[0];
+  bool first = true;
+#pragma unroll
+  for (u32 m = 1; m < kMatvecSides; ++m) {
+    if (a.pair || m >= a.side_count || block_id() < a.sides[m].first_block) continue;
+    side = a.sides[m];
+    first = false;
+  }
+  ActivationRow rows[R];
+#pragma unroll
+  for (u32 r = 0; r < R; ++r) {
+    const u64 row = begin + r < count ? begin + r : count - 1;
+    rows[r] = {a.in.q + row * a.in.columns, a.in.d + row * (a.in.columns / 16), a.in.s16 + row * (a.in.columns / 16)};
+  }
+  const u32 set_rows = kMatvecWaves / a.splits * a.steps * kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
+  const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
+  matvec_block<Format, R>({side.w, a.sides[1].w, a.pair != 0, 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
+                          rows);
+
+  const float *sums = matvec_sums<Format, R>();
+  const u32 results = R / a.terms; // 8 rows of terms are 4 of out
+  for (u32 o = thread_id(); o < block_rows * R; o += kMatvecWaves * kWaveSize) {
+    const u32 j = o % block_rows, t = o / block_rows, n = row_begin + j, row = begin / a.terms + t;
+    if (t >= results || n >= side.w.rows || row >= count / a.terms) continue;
+    auto total = [&](u32 i) {
+      float y = matvec_total<R>(sums, a.slices, set_rows, t * a.terms, i);
+      if (a.terms == 2) y += matvec_total<R>(sums, a.slices, set_rows, t * 2 + 1 < R ? t * 2 + 1 : R - 1, i);
+      return y;
+    };
+    float y = total(a.pair ? 2 * j : j);
+    if (side.bias) y += side.bias[n];
+    if (a.pair) {
+      float up = total(2 * j + 1);
+      if (a.sides[1].bias) up += a.sides[1].bias[n];
+      y = gated_activation(a.activation, y, up);
+    }
+    matvec_store(a, side, first, row, n, y);
+  }
+}
+
+// Entry points of a type: matvec_<name>_r1, _r2, _r4 and _r8.
+#define APU_MATVEC_KERNEL(name, Format, R)                                                                             \
+  APU_KERNEL(kMatvecWaves *kWaveSize) void matvec_##name##_r##R(MatvecArgs args) {                                     \
+    matvec<Format, R>(args);                                                                                           \
+  }
+#define APU_MATVEC_KERNELS(name, Format)                                                                               \
+  APU_MATVEC_KERNEL(name, Format, 1)                                                                                   \
+  APU_MATVEC_KERNEL(name, Format, 2) APU_MATVEC_KERNEL(name, Format, 4) APU_MATVEC_KERNEL(name, Format, 8)
+
+} // namespace apu::gpu

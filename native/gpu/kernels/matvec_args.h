@@ -1,0 +1,47 @@
+// The argument of the matvec kernels and the geometry that host and device must agree on.
+//
+// A row's columns are cut into items of 64, an item for each lane of a wave, and so into slices of 64 * wave size
+// columns. Of each slice a wave makes one sum (a fixed tree over its lanes); slices are added in ascending order. That
+// order depends on the type and K alone, so neither the number of activation rows, nor the matrix, nor how waves are
+// assigned changes a bit.
+#pragma once
+
+#include "common.h"
+
+namespace apu::gpu {
+
+constexpr u32 kMatvecWaves = 4;    // of a block
+constexpr u32 kMatvecSet = 2;      // rows of a matrix that a wave computes at once; one of each of a pair
+constexpr u32 kItemColumns = 64;   // of a lane
+constexpr u32 kMatvecSides = 4;    // matrices of one launch
+constexpr u32 kRowImageExtra = 32; // bytes of a staged row beside its slice: lead, misalignment and overshoot
+
+struct MatvecSide {
+  Matrix w;
+  const float *bias; // (N) or null
+  float *out;        // (T, N)
+  u64 first_block;
+};
+
+struct MatvecArgs {
+  const StepCounts *counts;
+  Activations in; // (T * terms) rows
+  MatvecSide sides[kMatvecSides];
+  u32 side_count;
+  u32 activation;        // ActivationKind
+  u32 pair;              // sides 0 and 1 are gate and up, out is of side 0
+  const float *up;       // (T, N) computed before, where there is an activation and no pair
+  const float *residual; // (T, N) of side 0 or null
+  float soft_cap;        // of side 0, 0 for none
+  u32 terms;             // rows of `in` that are added to one of out: 1, or 2 in precision "fine"
+  u32 output_rows;       // rows are counted by counts->outputs
+  u32 slices;            // of a row
+  u32 splits;            // waves that share a row, a divisor of kMatvecWaves
+  u32 steps;             // row sets that a wave computes, one after the other
+};
+
+// Dynamic LDS of a block: images of the staged rows, then a float for each slice, activation row and row.
+//   images: kMatvecWaves * stages * kMatvecSet * (slice bytes + kRowImageExtra)
+//   sums:   4 * slices * R * rows, rows = kMatvecSet * steps * kMatvecWaves / splits
+
+} // namespace apu::gpu
