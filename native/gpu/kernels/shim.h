@@ -19,6 +19,7 @@
 namespace apu::gpu {
 
 constexpr u32 kWaveSize = APU_SHIM_WAVE;
+constexpr bool kAsyncCopy = APU_SHIM_WAVE == 32; // both forms of kernels are tested
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -65,6 +66,9 @@ APU_DEVICE void wave_sync(u32 line = __builtin_LINE()) {
   shim::exchange_bytes("wave_sync", line, nullptr, 0);
 }
 APU_DEVICE void device_fence() {}
+APU_DEVICE u32 wave_uniform(u32 v) {
+  return v;
+}
 
 APU_DEVICE float bits_to_float(u32 u) {
   return __builtin_bit_cast(float, u);
