@@ -123,6 +123,26 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
   return __builtin_amdgcn_perm(b, a, selector);
 }
 
+APU_DEVICE u32 amd_look_up(const ByteTable &table, u32 at, u32 high) { // high: 4 where the upper eight are meant
+  return byte_permute(byte_permute(table.v[0], table.v[1], at), byte_permute(table.v[2], table.v[3], at),
+                      high | 0x03020100u);
+}
+APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
+  low = amd_look_up(table, v & 0x07070707u, v >> 1 & 0x04040404u);
+  high = amd_look_up(table, v >> 4 & 0x07070707u, v >> 5 & 0x04040404u);
+}
+using ByteSelectors = u64; // a byte each
+APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
+  u64 bytes = nibbles;
+  bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
+  bytes = (bytes | bytes << 8) & 0x00ff00ff00ff00ffu;
+  return (bytes | bytes << 4) & 0x0f0f0f0f0f0f0f0fu;
+}
+APU_DEVICE void select_bytes(u32 a, u32 b, ByteSelectors s, u32 &low, u32 &high) {
+  low = byte_permute(a, b, u32(s));
+  high = byte_permute(a, b, u32(s >> 32));
+}
+
 APU_DEVICE u32x4 load16(const void *p) {
   return *static_cast<const u32x4 *>(p);
 }

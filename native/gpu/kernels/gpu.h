@@ -11,6 +11,12 @@
 // APU_KERNEL(threads) void name(Args args): an entry point, launched with exactly `threads` threads in x.
 // APU_DEVICE: inlined device function.  APU_SHARED: static LDS variable.  APU_CONSTANT: table in constant memory.
 // dynamic_shared(): the launch's dynamic LDS, 16-byte aligned.
+namespace apu::gpu {
+struct ByteTable {
+  u32 v[4];
+};
+} // namespace apu::gpu
+
 #if defined(APU_GPU_SHIM)
 #include "shim.h"
 #elif defined(__CUDACC__) && !defined(__HIP__)
@@ -36,7 +42,10 @@ APU_DEVICE u32 wave_id() { // of the block
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
 // byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.
-// load16(p): 16 aligned bytes, kept in caches.  load16_stream(p): read once.  store16(p, v).
+// look_up_nibbles(table, v, low, high): bytes table[n] of the low and of the high nibbles n of v's bytes; a ByteTable
+// is sixteen bytes in four words. ByteSelectors: eight selectors of byte_permute packed as the hardware takes them,
+// made by byte_selectors(nibbles); unions by |. select_bytes(a, b, s, low, high): the first four and the last four
+// bytes that they pick. load16(p): 16 aligned bytes, kept in caches.  load16_stream(p): read once.  store16(p, v).
 // load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups (where the
 // hardware has no such thing the copy is immediate: kAsyncCopy is false).

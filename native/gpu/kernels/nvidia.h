@@ -95,6 +95,25 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) { // one selector in eac
   return __byte_perm(a, b, (pairs | pairs >> 8) & 0xffffu);
 }
 
+// prmt takes four nibbles of a word at once, low and high ones in turn; they are parted afterwards.
+APU_DEVICE u32 nvidia_look_up(const ByteTable &table, u32 at, u32 upper) {
+  return __byte_perm(__byte_perm(table.v[0], table.v[1], at), __byte_perm(table.v[2], table.v[3], at), upper);
+}
+APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
+  const u32 at = v & 0x77777777u, upper = (v & 0x88888888u) >> 1 | 0x32103210u;
+  const u32 first = nvidia_look_up(table, at, upper), last = nvidia_look_up(table, at >> 16, upper >> 16);
+  low = __byte_perm(first, last, 0x6420);
+  high = __byte_perm(first, last, 0x7531);
+}
+using ByteSelectors = u32; // a nibble each
+APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
+  return nibbles;
+}
+APU_DEVICE void select_bytes(u32 a, u32 b, ByteSelectors s, u32 &low, u32 &high) {
+  low = __byte_perm(a, b, s);
+  high = __byte_perm(a, b, s >> 16);
+}
+
 APU_DEVICE u32x4 load16(const void *p) {
   const uint4 v = *static_cast<const uint4 *>(p);
   return {v.x, v.y, v.z, v.w};

@@ -41,18 +41,10 @@ APU_DEVICE u32 spread_bits(u32 bits) {
 APU_DEVICE u32 subtract_bytes(u32 bytes, u32 offset) {
   return ((bytes | 0x80808080u) - offset * 0x01010101u) ^ 0x80808080u;
 }
-// Four bytes of a table of 16 at the low nibble of each byte of `nibbles` (bits 4 to 7 are ignored).
-struct ByteTable {
-  u32 v[4];
-};
 APU_DEVICE constexpr ByteTable pack_table(const i8 (&values)[16]) {
   ByteTable table{};
   for (u32 i = 0; i < 16; ++i) table.v[i / 4] |= u32(u8(values[i])) << 8 * (i % 4);
   return table;
-}
-APU_DEVICE u32 look_up(const ByteTable &table, u32 nibbles) {
-  const u32 at = nibbles & 0x07070707u, high = (nibbles >> 3 & 0x01010101u) * 255u;
-  return (byte_permute(table.v[0], table.v[1], at) & ~high) | (byte_permute(table.v[2], table.v[3], at) & high);
 }
 // Bytes negated where their bit of `signs` is set; they are 1 to 127 there.
 APU_DEVICE u32 negate_bytes(u32 bytes, u32 signs) {
@@ -173,7 +165,11 @@ APU_DEVICE void half_of(BlockType<q::IQ2_XXS>, const u8 *p, u32 h, Half &out) {
 APU_DEVICE void table_values(const ByteTable &table, const u8 *p, u32 h, u32 *out) {
   load_unaligned<4>(p, out);
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) out[i] = look_up(table, out[i] >> 4 * h);
+  for (u32 i = 0; i < 4; ++i) {
+    u32 low, high;
+    look_up_nibbles(table, out[i], low, high);
+    out[i] = h ? high : low;
+  }
 }
 APU_DEVICE void half_of(BlockType<q::IQ4_NL>, const u8 *p, u32 h, Half &out) {
   constexpr ByteTable table = pack_table(q::kIq4Values);
@@ -197,7 +193,7 @@ APU_DEVICE void half_of(BlockType<q::NVFP4>, const u8 *p, u32 h, Half &out) {
   u32 w[2];
   load_unaligned<2>(p + 4 + 8 * h, w);
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) out.q[i] = look_up(table, w[i % 2] >> i / 2 * 4);
+  for (u32 i = 0; i < 2; ++i) look_up_nibbles(table, w[i], out.q[i], out.q[i + 2]);
   out.sc = q::half_e4m3(p[h]);
   out.ws = 1;
 }
