@@ -119,6 +119,26 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
   return result;
 }
 
+APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
+  low = high = 0;
+  for (u32 i = 0; i < 32; i += 8) {
+    const u32 l = v >> i & 15, h = v >> (i + 4) & 15;
+    low |= (table.v[l / 4] >> l % 4 * 8 & 255) << i;
+    high |= (table.v[h / 4] >> h % 4 * 8 & 255) << i;
+  }
+}
+using ByteSelectors = u32; // a nibble each
+APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
+  return nibbles;
+}
+APU_DEVICE void select_bytes(u32 a, u32 b, ByteSelectors s, u32 &low, u32 &high) {
+  const auto bytes = [&](u32 n) {
+    return byte_permute(a, b, (n & 15) | (n & 0xf0) << 4 | (n & 0xf00) << 8 | (n & 0xf000) << 12);
+  };
+  low = bytes(s);
+  high = bytes(s >> 16);
+}
+
 APU_DEVICE void shim_check16(const void *p) {
   if (reinterpret_cast<u64>(p) % 16) shim::fail("16 bytes at an address that is not a multiple of 16");
 }
@@ -130,6 +150,12 @@ APU_DEVICE u32x4 load16(const void *p) {
 }
 APU_DEVICE u32x4 load16_stream(const void *p) {
   return load16(p);
+}
+template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) { // reads all that a GPU may read
+  const u64 base = reinterpret_cast<u64>(p) & ~u64{3};
+  u8 bytes[4 * N + 4];
+  std::memcpy(bytes, reinterpret_cast<const void *>(base), sizeof bytes);
+  std::memcpy(words, bytes + (reinterpret_cast<u64>(p) & 3), 4 * N);
 }
 APU_DEVICE void store16(void *p, u32x4 v) {
   shim_check16(p);
