@@ -43,10 +43,10 @@ def quantize(x: Floats) -> Quantized:
         small, bad = amax < np.float32(2.0**-100), ~np.isfinite(halves).all(2)
         inverse = (np.float32(1) / d).astype(np.float32)
         q = np.rint(halves * inverse[..., None])
-    q[small | bad] = 0
-    d[small] = 0
-    d[bad] = np.nan
-    s16 = (d * q.sum(2, dtype=np.float32)).astype(np.float32)
+        q[small | bad] = 0
+        d[small] = 0
+        d[bad] = np.nan
+        s16 = (d * q.sum(2, dtype=np.float32)).astype(np.float32)
     return Quantized(q.astype(np.int8).reshape(rows, columns), d, s16)
 
 

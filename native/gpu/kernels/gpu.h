@@ -38,6 +38,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // block_sync(): barrier and memory order for the block.  wave_sync(): memory order among the lanes of a wave.
 // wave_uniform(u32 v): v, which is the same in all lanes, known to be so.
 // wave_shuffle(v, lane), wave_shuffle_xor(v, mask): u32, i32 or float of another lane; all lanes take part.
+// Masks are best constants; in a loop over masks, count upwards (i *= 2), which compilers unroll for certain.
 // wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
@@ -52,18 +53,19 @@ APU_DEVICE u32 wave_id() { // of the block
 // half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
 // half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
 // bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float in namespace gpu: fma_f32 ...
+// round_even_f32(x): to the nearest integer, ties to even.
 // prefetch_global(p): a hint.  atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old value.
 // device_fence(): earlier writes of this thread are visible to the device before later ones.
 
 template <typename T> APU_DEVICE T wave_sum(T v) {
 #pragma unroll
-  for (u32 mask = kWaveSize / 2; mask; mask /= 2) v += wave_shuffle_xor(v, mask);
+  for (u32 i = 1; i < kWaveSize; i *= 2) v += wave_shuffle_xor(v, kWaveSize / 2 / i);
   return v;
 }
 
 APU_DEVICE float wave_max(float v) {
 #pragma unroll
-  for (u32 mask = kWaveSize / 2; mask; mask /= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  for (u32 i = 1; i < kWaveSize; i *= 2) v = max_f32(v, wave_shuffle_xor(v, kWaveSize / 2 / i));
   return v;
 }
 

@@ -90,18 +90,17 @@ APU_DEVICE void load_4(const float *p, u32 index, float *out) {
 // Sums over the wave of V values, V a power of two. A lane gets that of value lane / (kWaveSize / V); the tree of
 // additions is wave_sum's for any V.
 template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
-  u32 mask = kWaveSize / 2;
 #pragma unroll
-  for (u32 n = V / 2; n; n /= 2, mask /= 2) {
+  for (u32 i = 2; i <= kWaveSize; i *= 2) {
+    const u32 mask = kWaveSize / i, pairs = V / i;
     const bool upper = (lane_id() & mask) != 0;
+    if (!pairs) v[0] += wave_shuffle_xor(v[0], mask);
 #pragma unroll
-    for (u32 i = 0; i < n; ++i) {
-      const float keep = upper ? v[i + n] : v[i], give = upper ? v[i] : v[i + n];
-      v[i] = keep + wave_shuffle_xor(give, mask);
+    for (u32 p = 0; p < pairs; ++p) {
+      const float keep = upper ? v[p + pairs] : v[p], give = upper ? v[p] : v[p + pairs];
+      v[p] = keep + wave_shuffle_xor(give, mask);
     }
   }
-#pragma unroll
-  for (; mask; mask /= 2) v[0] += wave_shuffle_xor(v[0], mask);
   return v[0];
 }
 

@@ -202,6 +202,9 @@ APU_DEVICE float max_f32(float a, float b) {
 APU_DEVICE float min_f32(float a, float b) {
   return fminf(a, b);
 }
+APU_DEVICE float round_even_f32(float x) {
+  return rintf(x);
+}
 APU_DEVICE double floor_f64(double x) {
   return floor(x);
 }

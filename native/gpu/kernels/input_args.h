@@ -1,0 +1,27 @@
+// The argument of the input kernels: what is made of an op's input rows before matrices read them.
+#pragma once
+
+#include "common.h"
+
+namespace apu::gpu {
+
+constexpr u32 kInputHeld = 4;    // groups of four values that a thread keeps in registers
+constexpr u32 kInputSmall = 256; // threads of a block, by the columns: input_small, input_large
+constexpr u32 kInputLarge = 1024;
+constexpr u32 kInputSmallColumns = kInputSmall * 4 * kInputHeld;
+
+struct InputArgs {
+  const StepCounts *counts;
+  const float *in;   // (T, K)
+  const float *norm; // (K) or null
+  float eps;
+  u32 k, columns;  // columns: K rounded up to a multiple of 256
+  u32 rows_each;   // rows of `in` for each row of the step
+  u32 output_rows; // rows are counted by counts->outputs
+  u32 terms;       // rows of q, d, s16 for each row of `in`: 2 in precision "fine"
+  i8 *q;           // (T * terms, columns) or null
+  float *d, *s16;  // (T * terms, columns / 16)
+  float *x;        // (T, K) normed, or null
+};
+
+} // namespace apu::gpu
