@@ -4,8 +4,10 @@
 #include "gpu/driver_kinds.h"
 #include "gpu/driver_library.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unistd.h>
@@ -14,15 +16,16 @@ namespace apu::gpu {
 
 apu_status Driver::open(const char *kind, Driver **out) {
   static std::mutex mutex;
-  static Driver *opened[2]; // for the process's life: a runtime's threads may outlast static destructors
+  static auto &opened = *new std::map<std::string, Driver *>; // for the process's life: a runtime's threads outlast it
   const bool hip = std::strcmp(kind, "hip") == 0;
   if (!hip && std::strcmp(kind, "cuda") != 0)
     return fail(APU_E_UNSUPPORTED, "device kind \"%s\": expected \"hip\" or \"cuda\"", kind);
+  const char *named = hip ? std::getenv("APU_HIP_LIBRARY") : nullptr;
   std::lock_guard<std::mutex> lock(mutex);
-  Driver *&driver = opened[hip ? 0 : 1];
+  Driver *&driver = opened[std::string(kind) + (named ? named : "")];
   if (!driver) {
     std::unique_ptr<Driver> made;
-    TRY(hip ? open_hip(made) : open_cuda(made));
+    TRY(hip ? open_hip(named, made) : open_cuda(made));
     driver = made.release();
   }
   *out = driver;

@@ -1,7 +1,8 @@
 // AMD's runtime, libamdhip64, behind the driver's calls.
 //
 // The library is looked for by its versioned names, newest first, where the dynamic linker looks and then where ROCm
-// installs itself: a ROCm of the newest core folders comes before older ones. APU_HIP_LIBRARY names one file instead.
+// installs itself: /opt/rocm, then the newest of /opt/rocm/core-N and /opt/rocm-N. APU_HIP_LIBRARY names one file
+// instead.
 // Which devices are visible is the runtime's business (HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES).
 #include "gpu/driver_kinds.h"
 #include "gpu/driver_library.h"
@@ -23,7 +24,6 @@ namespace {
 constexpr int kNewest = 12, kOldest = 5; // sonames that are tried
 
 std::vector<std::string> library_names() {
-  if (const char *named = std::getenv("APU_HIP_LIBRARY"); named && *named) return {named};
   std::vector<std::string> folders = {""};
   if (const char *root = std::getenv("ROCM_PATH"); root && *root) folders.push_back(std::string(root) + "/lib/");
   std::vector<std::string> versioned;
@@ -48,8 +48,8 @@ std::vector<std::string> library_names() {
 
 class HipDriver final : public Driver {
 public:
-  apu_status load() {
-    TRY(library_.open("hip", library_names()));
+  apu_status load(const char *library) {
+    TRY(library_.open("hip", library ? std::vector<std::string>{library} : library_names()));
     const auto fill = [&](auto *&function, const char *name, bool required = true) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(library_.symbol(name, required));
     };
@@ -262,9 +262,9 @@ private:
 
 } // namespace
 
-apu_status open_hip(std::unique_ptr<Driver> &out) {
+apu_status open_hip(const char *library, std::unique_ptr<Driver> &out) {
   auto driver = std::make_unique<HipDriver>();
-  TRY(driver->load());
+  TRY(driver->load(library));
   out = std::move(driver);
   return APU_OK;
 }

@@ -1,0 +1,41 @@
+"""The stand-in for libamdhip64, and a device that runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from apu_engine._native import Device
+from hip_double import HipDouble, code_object, library
+
+
+@pytest.fixture(scope="session")
+def hip_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with gfx1151's code object: all kernels, for the double."""
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    code_object(folder)
+    return folder
+
+
+@pytest.fixture
+def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[HipDouble]:
+    """The double behind device "hip", without kernels; everything that a test makes must be gone at its end."""
+    path = library()
+    monkeypatch.setenv("APU_HIP_LIBRARY", str(path))
+    double = HipDouble(path)
+    double.set()
+    before = double.live()
+    yield double
+    double.set()
+    assert double.live() == before
+
+
+@pytest.fixture
+def hip_device(hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Device hip:0, a gfx1151 that the CPU plays."""
+    monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
+    with Device("hip") as device:
+        yield device
+        hip.set()  # so that closing works after an arranged fault

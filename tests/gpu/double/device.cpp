@@ -1,0 +1,204 @@
+// Initialisation, devices and their properties, names of errors, and what tests arrange.
+#include "state.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+
+using namespace hip_double;
+
+namespace hip_double {
+
+State &state() {
+  static State *s = new State; // outlives every thread
+  return *s;
+}
+
+static void read_faults(State &s, const char *text) {
+  s.faults.clear();
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const size_t at = word.find('=');
+    s.faults[word.substr(0, at)] = at == std::string::npos ? "1" : word.substr(at + 1);
+  }
+}
+
+std::string fault(const char *key) {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const auto it = s.faults.find(key);
+  return it == s.faults.end() ? "" : it->second;
+}
+
+uint64_t fault_number(const char *key, uint64_t otherwise) {
+  const std::string text = fault(key);
+  return text.empty() ? otherwise : std::strtoull(text.c_str(), nullptr, 0);
+}
+
+// A fault is printed as the HSA runtime prints it, for whoever reads a failed test.
+void sticky_fault(int error, const std::string &text) {
+  State &s = state();
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.error = text;
+  }
+  std::fprintf(stderr, "hip double: %s\n", text.c_str());
+  int none = hipSuccess;
+  s.sticky.compare_exchange_strong(none, error);
+}
+
+static std::string arch() {
+  const std::string named = fault("arch");
+  return named.empty() ? "gfx1151" : named;
+}
+
+static bool initialized;
+static thread_local int current_device;
+
+// The runtime numbers what HIP_VISIBLE_DEVICES lists (HIP documentation, environment variables).
+static int visible_devices() {
+  const int all = int(fault_number("devices", 1));
+  const char *list = std::getenv("HIP_VISIBLE_DEVICES");
+  if (!list) return all;
+  int count = 0;
+  std::istringstream items(list);
+  for (std::string item; std::getline(items, item, ',');) {
+    const int index = std::atoi(item.c_str());
+    if (item.empty() || index < 0 || index >= all) break; // the rest is not looked at
+    ++count;
+  }
+  return count;
+}
+
+template <typename T> static void put(void *base, size_t offset, T value) {
+  std::memcpy(static_cast<uint8_t *>(base) + offset, &value, sizeof value);
+}
+
+} // namespace hip_double
+
+HIP_API void apu_double_set(const char *faults) {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  read_faults(s, faults);
+  s.mallocs = 0;
+  s.error.clear();
+  s.sticky = hipSuccess; // which no real runtime forgives
+  s.faults_changed.notify_all();
+}
+
+HIP_API const char *apu_double_error() {
+  static thread_local std::string copy;
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  copy = s.error;
+  return copy.c_str();
+}
+
+// Device allocations, pinned ones, streams, events, modules, graphs, executable graphs.
+HIP_API void apu_double_live(uint64_t *out) {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  out[0] = uint64_t(
+      std::count_if(s.allocations.begin(), s.allocations.end(), [](const auto &a) { return !a.second.pinned; }));
+  out[1] = s.allocations.size() - out[0];
+  out[2] = s.streams.size();
+  out[3] = s.events.size();
+  out[4] = s.modules.size();
+  out[5] = s.graphs.size();
+  out[6] = s.execs.size();
+}
+
+// Without a device ROCm 5 fails hipInit with hipErrorInvalidDevice (ROCm/hip#2700, and Debian's libamdhip64-5); later
+// releases fail hipGetDeviceCount with hipErrorNoDevice (ROCm/hip#2157).
+HIP_API int hipInit(unsigned) {
+  if (const char *text = std::getenv("APU_HIP_DOUBLE"); text && !initialized) {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    read_faults(state(), text);
+  }
+  initialized = true;
+  return visible_devices() == 0 && fault("no_device") == "init" ? hipErrorInvalidDevice : hipSuccess;
+}
+
+HIP_API int hipGetDeviceCount(int *count) {
+  CHECK_STICKY();
+  *count = visible_devices();
+  return *count ? hipSuccess : hipErrorNoDevice;
+}
+
+HIP_API int hipSetDevice(int device) {
+  CHECK_STICKY();
+  if (device < 0 || device >= visible_devices()) return hipErrorInvalidDevice;
+  current_device = device;
+  return hipSuccess;
+}
+
+HIP_API int hipRuntimeGetVersion(int *version) {
+  *version = 60443484;
+  return hipSuccess;
+}
+
+HIP_API int hipGetDevicePropertiesR0600(void *p, int device) { // offsets of hipDeviceProp_tR0600
+  CHECK_STICKY();
+  if (device < 0 || device >= visible_devices()) return hipErrorInvalidDevice;
+  std::memset(p, 0, 1472);
+  std::snprintf(static_cast<char *>(p), 256, "HIP double %d", device);
+  put<size_t>(p, 288, size_t(64) << 30); // totalGlobalMem
+  put<size_t>(p, 296, 65536);            // sharedMemPerBlock
+  put<int>(p, 308, arch() == "gfx90a" ? 64 : 32);
+  put<int>(p, 388, 4);       // multiProcessorCount
+  put<int>(p, 396, 1);       // integrated
+  put<int>(p, 616, 2 << 20); // l2CacheSize
+  put<int>(p, 624, 2048);    // maxThreadsPerMultiProcessor
+  std::snprintf(static_cast<char *>(p) + 1160, 256, "%s%s", arch().c_str(),
+                arch() == "gfx90a" ? ":sramecc+:xnack-" : "");
+  put<size_t>(p, 1416, 65536); // maxSharedMemoryPerMultiProcessor
+  return hipSuccess;
+}
+
+// The plain symbol still fills the structure of ROCm 5 (ROCm/clr#151, ROCm/legacy-rocm-build#2728).
+HIP_API int hipGetDeviceProperties(void *p, int device) {
+  CHECK_STICKY();
+  if (device < 0 || device >= visible_devices()) return hipErrorInvalidDevice;
+  std::memset(p, 0, 792);
+  std::snprintf(static_cast<char *>(p), 256, "HIP double %d", device);
+  put<size_t>(p, 256, size_t(64) << 30);
+  put<size_t>(p, 264, 65536);
+  put<int>(p, 276, arch() == "gfx90a" ? 64 : 32);
+  put<int>(p, 336, 4);
+  put<int>(p, 340, 2 << 20);
+  put<int>(p, 344, 2048);
+  put<size_t>(p, 376, 65536);
+  std::snprintf(static_cast<char *>(p) + 396, 256, "%s", arch().c_str());
+  put<int>(p, 652, 1);
+  return hipSuccess;
+}
+
+HIP_API const char *hipGetErrorName(int error) {
+  switch (error) {
+#define NAME(name)                                                                                                     \
+  case name: return #name
+    NAME(hipSuccess);
+    NAME(hipErrorInvalidValue);
+    NAME(hipErrorOutOfMemory);
+    NAME(hipErrorNotInitialized);
+    NAME(hipErrorInvalidConfiguration);
+    NAME(hipErrorNoDevice);
+    NAME(hipErrorInvalidDevice);
+    NAME(hipErrorInvalidImage);
+    NAME(hipErrorNoBinaryForGpu);
+    NAME(hipErrorInvalidHandle);
+    NAME(hipErrorNotFound);
+    NAME(hipErrorNotReady);
+    NAME(hipErrorIllegalAddress);
+    NAME(hipErrorLaunchFailure);
+    NAME(hipErrorStreamCaptureUnsupported);
+    NAME(hipErrorStreamCaptureInvalidated);
+    NAME(hipErrorStreamCaptureUnmatched);
+    NAME(hipErrorCapturedEvent);
+    NAME(hipErrorStreamCaptureWrongThread);
+#undef NAME
+  default: return "hipErrorUnknown";
+  }
+}

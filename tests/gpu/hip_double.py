@@ -1,0 +1,81 @@
+"""Builds the stand-in for libamdhip64 (tests/gpu/double) and the "code objects" it runs, and arranges its faults.
+
+`library()` is a shared object with the runtime's symbols, `library(hide=...)` one that lacks some of them.
+`code_object()` lists the shared objects that shim.py compiles from the kernels. Both are kept in build/shim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shim import CACHE, KERNELS, _compiler, compile_kernels
+
+SOURCES = Path(__file__).with_name("double")
+LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs")
+
+
+def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], flags: Sequence[str] = ()) -> Path:
+    """Compiled once for each content."""
+    sources = list(sources)
+    command = [_compiler(), "-shared", "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    command += ["-Wno-missing-field-initializers", "-pthread", *flags]
+    content = hashlib.sha256("\0".join(command).encode())
+    for file in sorted([*sources, *headers]):
+        content.update(file.read_bytes())
+    out = CACHE / f"{name}-{content.hexdigest()[:16]}.so"
+    if not out.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        made = out.with_suffix(f".{hashlib.sha256(str(id(out)).encode()).hexdigest()[:8]}.part")
+        subprocess.run([*command, "-o", str(made), *map(str, sources), "-ldl"], check=True)
+        made.replace(out)
+    return out
+
+
+def library(hide: Sequence[str] = ()) -> Path:
+    """The double; `hide` names symbols that an older or broken runtime lacks."""
+    flags = []
+    if hide:
+        script = CACHE / f"hide-{'-'.join(hide)}.map"
+        CACHE.mkdir(parents=True, exist_ok=True)
+        script.write_text("{ local: " + " ".join(f"{name};" for name in hide) + " };\n")
+        flags = [f"-Wl,--version-script={script}"]
+    return shared_object("libamdhip64-double", SOURCES.glob("*.cpp"), SOURCES.glob("*.h"), flags)
+
+
+def code_object(folder: Path, arch: str = "gfx1151", files: Iterable[Path] | None = None) -> Path:
+    """`folder`/`arch`.co for kernel files, all of native/gpu/kernels by default; wave size 64 for gfx90a."""
+    wave = 64 if arch == "gfx90a" else 32
+    files = sorted(KERNELS.glob("*.hip")) if files is None else list(files)
+    with ThreadPoolExecutor(2) as pool:
+        objects = [path for path, _ in pool.map(lambda file: compile_kernels(file, wave), files)]
+    out = folder / f"{arch}.co"
+    out.write_bytes("\n".join(["apu hip double", arch, *map(str, objects)]).encode() + b"\0")
+    return out
+
+
+class HipDouble:
+    """The double as loaded in this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.apu_double_error.restype = ctypes.c_char_p
+
+    def set(self, **faults: object) -> None:
+        """Replaces what is arranged, and forgives an earlier fault: see `fault("...")` in tests/gpu/double."""
+        self._library.apu_double_set(" ".join(f"{key}={value}" for key, value in faults.items()).encode())
+
+    def live(self) -> dict[str, int]:
+        """How many objects of each kind exist."""
+        counts = (ctypes.c_uint64 * len(LIVE))()
+        self._library.apu_double_live(counts)
+        return dict(zip(LIVE, counts, strict=True))
+
+    def error(self) -> str:
+        """What the last kernel that failed said."""
+        return str(self._library.apu_double_error().decode())
