@@ -132,8 +132,4 @@ apu_status Device::kernel(const std::string &name, uint32_t dynamic_lds, Kernel 
   return APU_OK;
 }
 
-apu_status Device::create_plan(const apu_plan_desc &, apu_plan **) {
-  return fail(APU_E_UNSUPPORTED, "device %s: this build replays plans on the CPU alone", kind());
-}
-
 } // namespace apu::gpu

@@ -274,8 +274,11 @@ typedef struct apu_plan_desc {
   uint32_t max_outputs;   /* O */
   uint32_t vocabulary;    /* V */
   uint32_t max_positions; /* positions are below this */
-  uint32_t reserved;
+  uint32_t flags;         /* APU_PLAN_* */
 } apu_plan_desc;
+
+/* hip, cuda: every kernel is launched by itself instead of in a captured graph: slower, but a fault names it. */
+enum { APU_PLAN_NO_GRAPH = 1 };
 
 APU_API apu_status apu_plan_create(apu_device *device, const apu_plan_desc *desc, apu_plan **out);
 /* Bytes of the arena plus the kernels' own workspace. */

@@ -124,7 +124,7 @@ std::string make_layout() {
   F(apu_plan_desc, plane_count), F(apu_plan_desc, segment_count), F(apu_plan_desc, state_count);
   F(apu_plan_desc, op_count), F(apu_plan_desc, group_count), F(apu_plan_desc, arena_bytes);
   F(apu_plan_desc, max_rows), F(apu_plan_desc, max_sequences), F(apu_plan_desc, max_outputs);
-  F(apu_plan_desc, vocabulary), F(apu_plan_desc, max_positions), F(apu_plan_desc, reserved);
+  F(apu_plan_desc, vocabulary), F(apu_plan_desc, max_positions), F(apu_plan_desc, flags);
   S(apu_row);
   F(apu_row, token), F(apu_row, previous), F(apu_row, position), F(apu_row, sequence);
   S(apu_sequence);

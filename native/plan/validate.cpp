@@ -191,6 +191,7 @@ apu_status describe(const apu_plan_desc &desc, PlanInfo &out) {
   if (desc.group_count > desc.state_count)
     return fail(APU_E_INVALID, "plan: %u groups of %u states", desc.group_count, desc.state_count);
   if (desc.op_count == 0) return fail(APU_E_INVALID, "plan: it has no ops");
+  if (desc.flags & ~uint32_t(APU_PLAN_NO_GRAPH)) return fail(APU_E_INVALID, "plan: unknown flags, 0x%x", desc.flags);
   if (desc.arena_bytes >> 46) return fail(APU_E_INVALID, "plan: an arena of %llu bytes", u64(desc.arena_bytes));
 
   out.arena_bytes = desc.arena_bytes;

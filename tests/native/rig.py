@@ -254,7 +254,7 @@ class Plan:
             "max_outputs": rig.outputs,
             "vocabulary": rig.vocabulary,
             "max_positions": rig.positions,
-            "reserved": 0,
+            "flags": 0,
             **rig.limits,
         }
         out = ffi.new("apu_plan **")
