@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
 # Fresh machine -> .venv with the engine, its native library and its dependencies.
 # Needs Python 3.10+, a C++20 compiler (g++ 11+ or clang 14+) and access to a Python package index; nothing else.
-# cmake and ninja come as Python packages into the build environment. Run again after any change: it does what is left.
+# cmake and ninja come as Python packages into the build environment, and so does a compiler for the GPU's kernels where
+# the machine has none (native/gpu/build_kernels.py). Run again after any change: it does what is left.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 usage() {
   cat <<'EOF'
 Usage: ./build.sh [--test [PYTEST ARGS]] [--cpu-only] [--targets LIST] [--clean]
-  (none)          make .venv, build libapu.so, install apu_engine into .venv in editable form
+  (none)          make .venv, build libapu.so, install apu_engine into .venv in editable form, and build the kernels
+                  of this machine's GPU (without a GPU gfx1151's, where there is a compiler for them)
   --test          also install the test extra, fetch the small test models (0.35 GB) and run all checks and tests;
                   what follows --test is handed to pytest. The extra has torch 2.13.0, of which the CPU build will
                   do: 0.2 GB, where the default one is 0.5 GB and brings CUDA libraries (pip's extra-index-url
                   or find-links setting says where the CPU build is)
-  --cpu-only      never build GPU code objects
-  --targets LIST  GPU targets for code objects, comma separated (gfx1151,gfx1150,...); reserved: this version
-                  has the CPU backend only, and says so
+  --cpu-only      build no kernels for GPUs
+  --targets LIST  build the kernels of these GPUs, comma separated: gfx1151, gfx1150, gfx1100, gfx1101, gfx1102,
+                  gfx1103, gfx1200, gfx1201, gfx90a, sm_90, sm_120 (nvcc), or all. With --test: gfx1151,gfx1201,gfx90a
   --clean         remove .venv and build/ first
 Environment: PYTHON (interpreter to use), CXX (C++ compiler to use)
 EOF
@@ -25,7 +27,7 @@ die() { printf 'build.sh: %s\n' "$*" >&2; exit 1; }
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 [ -t 1 ] || say() { printf '==> %s\n' "$*"; }
 
-test=0 cpu_only=0 targets="" clean=0 pytest_args=()
+test=0 cpu_only=0 targets=auto clean=0 pytest_args=()
 while [ $# -gt 0 ]; do
   case $1 in
     --test) test=1; shift; pytest_args=("$@"); break ;;
@@ -79,25 +81,32 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
-if [ -n "$targets" ] && [ $cpu_only = 0 ]; then
-  say "GPU code objects ($targets): not part of this version; building the CPU backend"
-fi
-
 # A stamp per extra holds the compiler and a digest of all that the installation is made from.
-sources() { find native CMakeLists.txt pyproject.toml apu_engine/_native -type f ! -name '*.pyc' ! -name _cdef.py ! -name '*.so'; }
+sources() {
+  find native CMakeLists.txt pyproject.toml apu_engine/_native -type f ! -path 'native/gpu/kernels/*.hip' \
+    ! -name '*.pyc' ! -name _cdef.py ! -name '*.so'
+}
 state="$cxx $(sources | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-32)"
 install_extra() { # EXTRA SPEC
   local stamp=.venv/apu-stamp-$1
   [ "$(cat "$stamp" 2>/dev/null)" != "$state" ] || return 0
   say "building with $cxx and installing apu_engine ($2); this takes a minute or two"
   rm -f .venv/apu-stamp-*
-  pip install -e "$2" || die "installation failed; the lines above say why"
+  pip install -C cmake.define.APU_GPU_TARGETS=none -e "$2" || die "installation failed; the lines above say why"
   .venv/bin/python -c 'import apu_engine._native' || die "the native library does not load; try ./build.sh --clean"
   echo "$state" >"$stamp"
   [ "$1" = base ] || echo "$state" >.venv/apu-stamp-base
   say "ready: .venv/bin/apu-engine --help, or ./rocm_start_server.sh"
 }
 if [ $test = 1 ]; then install_extra test '.[test]'; else install_extra base .; fi
+
+# Beside libapu.so, where an editable installation looks. Says what it compiles; silent when all is current.
+[ $test = 0 ] || [ "$targets" != auto ] || targets=gfx1151,gfx1201,gfx90a
+[ $cpu_only = 0 ] || targets=none
+if ! .venv/bin/python native/gpu/build_kernels.py --targets "$targets" --out build/editable/kernels --apt; then
+  [ "$targets" = auto ] || die "GPU kernels could not be built (--cpu-only goes without)"
+  say "GPU KERNELS WERE NOT BUILT, for the reason above: only the CPU backend works until ./build.sh succeeds"
+fi
 
 [ $test = 1 ] || exit 0
 exec 9<&- # tests may run this script

@@ -8,5 +8,5 @@ case ${1:-} in
   stop | status | help | -h | --help) built=$here/.venv/apu-stamp-base ;; # whatever is built will do
   *) built= ;;
 esac
-[ -e "$built" ] || "$here/build.sh" --cpu-only >&2 # does nothing when all is built
+[ -e "$built" ] || "$here/build.sh" >&2 # does nothing when all is built
 exec "$here/.venv/bin/python" -m apu_engine.launcher "$@"
