@@ -17,6 +17,7 @@ constexpr u32 kWaveSize = 64;
 constexpr u32 kWaveSize = 32;
 #endif
 constexpr bool kAsyncCopy = false;
+constexpr u32 kTableCopies = 2;
 
 typedef u32 u32x4 __attribute__((ext_vector_type(4)));
 typedef u32 u32x2 __attribute__((ext_vector_type(2)));
@@ -126,6 +127,9 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
 APU_DEVICE u32 amd_look_up(const ByteTable &table, u32 at, u32 high) { // high: 4 where the upper eight are meant
   return byte_permute(byte_permute(table.v[0], table.v[1], at), byte_permute(table.v[2], table.v[3], at),
                       high | 0x03020100u);
+}
+APU_DEVICE void hide(u32 &v) {
+  asm volatile("" : "+v"(v));
 }
 APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
   low = amd_look_up(table, v & 0x07070707u, v >> 1 & 0x04040404u);

@@ -50,6 +50,8 @@ APU_DEVICE u32 wave_id() { // of the block
 // load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups (where the
 // hardware has no such thing the copy is immediate: kAsyncCopy is false).
+// hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
+// kTableCopies: how many copies of a table in LDS pay where every lane looks up an entry of its own.
 // half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
 // half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
 // bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float in namespace gpu: fma_f32 ...

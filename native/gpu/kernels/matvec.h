@@ -16,6 +16,7 @@
 //                           adds the item's products with x[0..R) to sum[0..R). `item` counts from the slice's start (a
 //                           multiple of 4), `image` holds the slice; `full` is false where only the first 32 columns
 //                           lie inside the row (kElements 32): nothing after them may be used.
+//   prepare()               optional: fills tables in LDS, by all threads of the block
 // For each r the operations must be the same in number and order whatever R is (blocks.h of native/quant says which).
 #pragma once
 
@@ -138,6 +139,10 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
   const u32 set_rows = groups * work.steps * kSet;
   u8 *images = dynamic_shared() + wave * (kMatvecStages * kSet * kImage);
   float *sums = matvec_sums<Format, R>();
+  if constexpr (requires { Format::prepare(); }) {
+    Format::prepare();
+    block_sync();
+  }
 
   for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
     const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;

@@ -14,6 +14,7 @@ namespace apu::gpu {
 
 constexpr u32 kWaveSize = 32;
 constexpr bool kAsyncCopy = true;
+constexpr u32 kTableCopies = 16;
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -98,6 +99,9 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) { // one selector in eac
 // prmt takes four nibbles of a word at once, low and high ones in turn; they are parted afterwards.
 APU_DEVICE u32 nvidia_look_up(const ByteTable &table, u32 at, u32 upper) {
   return __byte_perm(__byte_perm(table.v[0], table.v[1], at), __byte_perm(table.v[2], table.v[3], at), upper);
+}
+APU_DEVICE void hide(u32 &v) {
+  asm volatile("" : "+r"(v));
 }
 APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
   const u32 at = v & 0x77777777u, upper = (v & 0x88888888u) >> 1 | 0x32103210u;

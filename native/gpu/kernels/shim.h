@@ -20,6 +20,7 @@ namespace apu::gpu {
 
 constexpr u32 kWaveSize = APU_SHIM_WAVE;
 constexpr bool kAsyncCopy = APU_SHIM_WAVE == 32; // both forms of kernels are tested
+constexpr u32 kTableCopies = 2;
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -119,6 +120,7 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) {
   return result;
 }
 
+APU_DEVICE void hide(u32 &) {}
 APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
   low = high = 0;
   for (u32 i = 0; i < 32; i += 8) {
