@@ -101,6 +101,12 @@ APU_DEVICE bool wave_any(bool p) {
   return wave_ballot(p) != 0;
 }
 
+APU_DEVICE u32 bit_count(u64 v) {
+  return u32(__builtin_popcountll(v));
+}
+APU_DEVICE u32 lowest_bit(u64 v) {
+  return u32(__builtin_ctzll(v));
+}
 APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
 #if defined(__gfx90a__)
   return __builtin_amdgcn_sdot4(i32(a), i32(b), c, false);

@@ -80,6 +80,12 @@ APU_DEVICE bool wave_any(bool p) {
   return __any_sync(0xffffffffu, p);
 }
 
+APU_DEVICE u32 bit_count(u64 v) {
+  return u32(__popcll(v));
+}
+APU_DEVICE u32 lowest_bit(u64 v) {
+  return u32(__ffsll(i64(v)) - 1);
+}
 APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
   return __dp4a(int(a), int(b), c);
 }

@@ -96,6 +96,12 @@ APU_DEVICE bool wave_any(bool p, u32 line = __builtin_LINE()) {
   return wave_ballot(p, line) != 0;
 }
 
+APU_DEVICE u32 bit_count(u64 v) {
+  return u32(__builtin_popcountll(v));
+}
+APU_DEVICE u32 lowest_bit(u64 v) {
+  return u32(__builtin_ctzll(v));
+}
 APU_DEVICE i32 dot4(u32 a, u32 b, i32 c) {
   u32 sum = u32(c); // wraps as the hardware does
   for (u32 i = 0; i < 4; ++i) sum += u32(i32(i8(a >> 8 * i)) * i32(i8(b >> 8 * i)));

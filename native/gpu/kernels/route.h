@@ -1,0 +1,33 @@
+// Arguments of the router's kernels (route.hip), for host and device.
+#pragma once
+
+#include "rows.h"
+
+namespace apu::gpu {
+
+constexpr u32 kRouteThreads = 256;
+constexpr u32 kRouteManyRows = 8;    // rows of a block of route_scores_many
+constexpr u32 kRouteManyExperts = 4; // experts of a wave there
+
+struct RouteScoresArgs {
+  RowCount count;
+  Matrix router;     // (E, D)
+  const float *in;   // (T, D)
+  const float *norm; // (D) or null
+  float *scores;     // (T, E)
+  float eps;
+  u32 parts; // waves that share an expert's columns: 1, 2 or 4
+};
+
+struct RouteChooseArgs {
+  RowCount count;
+  float *scores;  // (T, E) products, left as scores
+  i32 *ids;       // (T, k) ascending in each row
+  float *weights; // (T, k)
+  u32 experts, k;
+  u32 softmax; // else sigmoid
+  u32 divide;  // by their sum, or `floor` if that is more
+  float scale, floor;
+};
+
+} // namespace apu::gpu

@@ -1,0 +1,216 @@
+// ROUTE: products of rows with the router in float, then scores and the choice of the k best experts of each row.
+//
+// route_scores moves the router, 4 E D bytes, once for each row (few rows) or each eight (many). An expert's columns
+// are shared by `parts` waves of a block, by lanes of a wave four at a time, in an order that does not depend on the
+// number of rows. The norm is part of it: products are linear, so that x * norm * w is summed beside x * x and scaled
+// last. route_choose ranks every expert against all others, which needs no rounds: a rank below k is a place.
+#include "dequantize.h"
+#include "route.h"
+#include "row_address.h"
+
+using namespace apu::gpu;
+
+constexpr u32 kRouteWaves = kRouteThreads / kWaveSize;
+
+struct Floats4 {
+  float v[4];
+};
+
+APU_DEVICE Floats4 load_floats4(const float *p) {
+  const u32x4 bits = load16(p);
+  return {{bits_to_float(bits[0]), bits_to_float(bits[1]), bits_to_float(bits[2]), bits_to_float(bits[3])}};
+}
+
+// Four columns at a time of rows that are 16-byte aligned float.
+struct AlignedColumns {
+  static constexpr u32 width = 4;
+  APU_METHOD static void weights(const Matrix &, const u8 *row, u32 column, float *v) {
+    const Floats4 four = load_floats4(reinterpret_cast<const float *>(row) + column);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = four.v[i];
+  }
+  APU_METHOD static void inputs(const float *row, u32, u32 column, float *v) {
+    weights(Matrix{}, reinterpret_cast<const u8 *>(row), column, v);
+  }
+};
+// Sixteen at a time of any type at any address.
+struct AnyColumns {
+  static constexpr u32 width = 16;
+  APU_METHOD static void weights(const Matrix &w, const u8 *row, u32 column, float *v) {
+    dequantize_any16(w.type, row, w.k, column / 16, v);
+  }
+  APU_METHOD static void inputs(const float *row, u32 d, u32 column, float *v) {
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) v[i] = column + i < d ? row[column + i] : 0;
+  }
+};
+
+// The sums of one wave over its part of the columns, Batch steps of which are under way at a time.
+template <class Columns, u32 Rows, u32 Experts, u32 Batch, bool Norm>
+APU_DEVICE void sum_columns(const RouteScoresArgs &a, u32 part, const u8 *const *w, const float *const *x,
+                            float (*sum)[Experts], float *squares) {
+  constexpr u32 width = Columns::width;
+  const u32 d = a.router.k, step = kWaveSize * width;
+  for (u32 c0 = part * step + lane_id() * width; c0 < d; c0 += Batch * a.parts * step) {
+    float weight[Batch][Experts][width], norm[Batch][width], v[Batch][Rows][width];
+#pragma unroll
+    for (u32 b = 0; b < Batch; ++b) {
+      const u32 c = c0 + b * a.parts * step, at = c < d ? c : c0; // what is read twice counts as zero
+#pragma unroll
+      for (u32 e = 0; e < Experts; ++e) Columns::weights(a.router, w[e], at, weight[b][e]);
+#pragma unroll
+      for (u32 t = 0; t < Rows; ++t) Columns::inputs(x[t], d, at, v[b][t]);
+      if (Norm) Columns::inputs(a.norm, d, at, norm[b]);
+    }
+#pragma unroll
+    for (u32 b = 0; b < Batch; ++b) {
+      const bool inside = b == 0 || c0 + b * a.parts * step < d;
+#pragma unroll
+      for (u32 t = 0; t < Rows; ++t) {
+#pragma unroll
+        for (u32 i = 0; i < width; ++i) {
+          const float value = inside ? v[b][t][i] : 0, y = Norm ? value * norm[b][i] : value;
+          if (Norm) squares[t] = fma_f32(value, value, squares[t]);
+#pragma unroll
+          for (u32 e = 0; e < Experts; ++e) sum[t][e] = fma_f32(y, weight[b][e][i], sum[t][e]);
+        }
+      }
+    }
+  }
+}
+
+// Scores of `Rows` rows from block_id_y() * Rows on, and `Experts` experts a wave.
+template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route_scores(const RouteScoresArgs &a) {
+  APU_SHARED float sums[Rows * (Experts + 1)][kRouteWaves];
+  const u32 rows = count_rows(a.count), t0 = block_id_y() * Rows;
+  if (t0 >= rows) return;
+  const u32 d = a.router.k, experts = a.router.rows;
+  const u32 part = wave_id() % a.parts, group = wave_id() / a.parts, groups = kRouteWaves / a.parts;
+  const u32 e0 = (block_id() * groups + group) * Experts;
+  const u8 *w[Experts];
+  const float *x[Rows];
+#pragma unroll
+  for (u32 e = 0; e < Experts; ++e) w[e] = row_address(a.router, e0 + e < experts ? e0 + e : experts - 1);
+#pragma unroll
+  for (u32 t = 0; t < Rows; ++t) x[t] = a.in + u64(t0 + t < rows ? t0 + t : rows - 1) * d;
+
+  float sum[Rows][Experts] = {}, squares[Rows] = {};
+  if (a.norm)
+    sum_columns<Columns, Rows, Experts, Batch, true>(a, part, w, x, sum, squares);
+  else
+    sum_columns<Columns, Rows, Experts, Batch, false>(a, part, w, x, sum, squares);
+#pragma unroll
+  for (u32 t = 0; t < Rows; ++t) {
+#pragma unroll
+    for (u32 e = 0; e < Experts; ++e) {
+      const float s = wave_sum(sum[t][e]);
+      if (lane_id() == 0) sums[t * Experts + e][wave_id()] = s;
+    }
+    const float s = wave_sum(squares[t]);
+    if (lane_id() == 0) sums[Rows * Experts + t][wave_id()] = s;
+  }
+  block_sync();
+  for (u32 i = thread_id(); i < groups * Rows * Experts; i += kRouteThreads) {
+    const u32 e = i % Experts, t = i / Experts % Rows, g = i / Experts / Rows;
+    const u32 expert = (block_id() * groups + g) * Experts + e;
+    if (t0 + t >= rows || expert >= experts) continue;
+    float s = 0, square = 0;
+    for (u32 p = 0; p < a.parts; ++p) {
+      s += sums[t * Experts + e][g * a.parts + p];
+      square += sums[Rows * Experts + t][g * a.parts + p];
+    }
+    if (a.norm) s *= 1.0f / sqrt_f32(square / float(d) + a.eps);
+    a.scores[u64(t0 + t) * experts + expert] = s;
+  }
+}
+
+// Router F32 with 16-byte aligned rows, D a multiple of 4.
+APU_KERNEL(kRouteThreads) void route_scores_f32(RouteScoresArgs a) {
+  route_scores<AlignedColumns, 1, 1, 4>(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_f32_many(RouteScoresArgs a) {
+  route_scores<AlignedColumns, kRouteManyRows, kRouteManyExperts, 1>(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_any(RouteScoresArgs a) {
+  route_scores<AnyColumns, 1, 1, 1>(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_any_many(RouteScoresArgs a) {
+  route_scores<AnyColumns, kRouteManyRows, 1, 1>(a);
+}
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+// One block a row.
+APU_KERNEL(kRouteThreads) void route_choose(RouteChooseArgs a) {
+  APU_SHARED float parts[2][kRouteWaves];
+  APU_SHARED float tile[kRouteThreads];
+  APU_SHARED float chosen[kRouteThreads];
+  APU_SHARED u32 places[kRouteWaves];
+  const u32 row = block_id();
+  if (row >= count_rows(a.count)) return;
+  float *scores = a.scores + u64(row) * a.experts;
+  i32 *ids = a.ids + u64(row) * a.k;
+  float *weights = a.weights + u64(row) * a.k;
+
+  if (a.softmax) {
+    float most = kMinusInfinity;
+    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) most = max_f32(most, scores[e]);
+    most = block_max(most, parts[0], kRouteWaves);
+    float sum = 0;
+    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) {
+      scores[e] = exp_f32(scores[e] - most);
+      sum += scores[e];
+    }
+    sum = block_sum(sum, parts[1], kRouteWaves);
+    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) scores[e] /= sum;
+  } else {
+    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) scores[e] = 1.0f / (1.0f + exp_f32(-scores[e]));
+  }
+
+  u32 found = 0; // in tiles of experts before this one
+  for (u32 e0 = 0; e0 < a.experts; e0 += kRouteThreads) {
+    const u32 e = e0 + thread_id();
+    const float score = e < a.experts ? scores[e] : kMinusInfinity;
+    const float mine = score == score ? score : kMinusInfinity; // NaN is the worst
+    u32 rank = e < a.experts ? 0 : a.k;
+    for (u32 other0 = 0; other0 < a.experts; other0 += kRouteThreads) {
+      block_sync();
+      if (other0 == e0) {
+        tile[thread_id()] = mine;
+      } else {
+        const u32 other = other0 + thread_id();
+        const float v = other < a.experts ? scores[other] : kMinusInfinity;
+        tile[thread_id()] = v == v ? v : kMinusInfinity;
+      }
+      block_sync();
+      const u32 n = a.experts - other0 < kRouteThreads ? a.experts - other0 : kRouteThreads;
+#pragma unroll 8
+      for (u32 i = 0; i < n; ++i) rank += tile[i] > mine || (tile[i] == mine && other0 + i < e);
+    }
+    const bool taken = rank < a.k;
+    const u64 ballot = wave_ballot(taken);
+    if (lane_id() == 0) places[wave_id()] = bit_count(ballot);
+    block_sync();
+    u32 place = found;
+    for (u32 i = 0; i < kRouteWaves; ++i) {
+      if (i < wave_id()) place += places[i];
+      found += places[i];
+    }
+    place += bit_count(ballot & ((u64(1) << lane_id()) - 1));
+    if (taken) {
+      ids[place] = i32(e);
+      weights[place] = score;
+      if (place < kRouteThreads) chosen[place] = score;
+    }
+  }
+  block_sync();
+  float factor = a.scale;
+  if (a.divide) { // in the order of ids, as the CPU sums
+    float sum = 0;
+    for (u32 i = 0; i < a.k; ++i) sum += i < kRouteThreads ? chosen[i] : weights[i];
+    factor /= sum < a.floor ? a.floor : sum;
+    block_sync(); // all have read `weights`
+  }
+  for (u32 i = thread_id(); i < a.k; i += kRouteThreads)
+    weights[i] = (i < kRouteThreads ? chosen[i] : weights[i]) * factor;
+}

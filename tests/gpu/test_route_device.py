@@ -1,0 +1,157 @@
+"""The router's kernels (route.hip) on the shim: products, scores, the k best and the weights, against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Q
+from kernel_cases import random_weights, truth
+from rig import STEP
+from shim import Shim, every_shim
+
+THREADS = 256
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def shims() -> list[Shim]:
+    return list(every_shim(["route.hip"]))
+
+
+def count(shim: Shim, rows: int) -> Any:
+    return shim.args("RowCount", counts=shim.input(shim.args("StepCounts", rows=rows)), kind=STEP)
+
+
+def products(
+    shim: Shim, kernel: str, dtype: Q, router: Array, x: Array, norm: Array | None, parts: int, align: int = 16
+) -> Array:
+    """(T, E); the grid covers more rows than there are."""
+    n, row_bytes = router.shape
+    many = kernel.endswith("many")
+    experts = 4 if kernel == "route_scores_f32_many" else 1
+    matrix = {
+        "data": shim.input(router, align=align, padding=16),
+        "row_stride": row_bytes,
+        "segment_count": 1,
+        "rows": n,
+        "k": x.shape[1],
+        "type": int(dtype),
+    }
+    scores = shim.output((len(x) + 1, n), np.float32)
+    args = shim.args(
+        "RouteScoresArgs",
+        count=count(shim, len(x)),
+        router=matrix,
+        norm=0 if norm is None else shim.input(norm),
+        scores=scores,
+        eps=1e-6,
+        parts=parts,
+        **{"in": shim.input(x)},
+    )
+    block = THREADS // shim.wave // parts * experts
+    shim.launch(kernel, (-(-n // block), len(x) // 8 + 1 if many else len(x) + 1), THREADS, args)
+    shim.clear()
+    assert np.isnan(scores.array[-1]).all()
+    return scores.array[:-1]
+
+
+def exact(router: Array, x: Array, norm: Array | None) -> Array:
+    x = x.astype(np.float64)
+    if norm is not None:
+        x = x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6) * norm
+    return x @ router.astype(np.float64).T
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("d", "experts"), [(4, 3), (128, 9), (768, 33), (1284, 8)])
+def test_products_f32(shims: list[Shim], d: int, experts: int, normed: bool) -> None:
+    """Of one row and of many: near the exact ones, and the same bits however many rows there are."""
+    rng = np.random.default_rng((d, experts))
+    router = rng.standard_normal((experts, d)).astype(np.float32)
+    x = rng.standard_normal((11, d)).astype(np.float32)
+    norm = rng.standard_normal(d).astype(np.float32) if normed else None
+    want = exact(router, x, norm)
+    for shim in shims:
+        for parts in (1, 2, 4):
+            few = products(shim, "route_scores_f32", Q.F32, router.view(np.uint8), x, norm, parts)
+            many = products(shim, "route_scores_f32_many", Q.F32, router.view(np.uint8), x, norm, parts)
+            np.testing.assert_allclose(few, want, atol=2e-6 * np.abs(want).max() + 1e-6 * np.sqrt(d))
+            assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_K, Q.MXFP4], ids=lambda dtype: dtype.name)
+def test_products_of_any_type_at_any_address(shims: list[Shim], dtype: Q) -> None:
+    for d in (256, 33) if dtype in (Q.F32, Q.F16, Q.BF16) else (512,):
+        router = random_weights(dtype, 10, d)
+        x = np.random.default_rng(d).standard_normal((9, d)).astype(np.float32)
+        want = exact(truth(dtype, router), x, None)
+        for shim in shims:
+            few = products(shim, "route_scores_any", dtype, router, x, None, 2, align=1)
+            many = products(shim, "route_scores_any_many", dtype, router, x, None, 2, align=1)
+            np.testing.assert_allclose(few, want, atol=4e-6 * np.abs(want).max() + 1e-6)
+            assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
+
+
+def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Array, Array]:
+    """Scores, ids and weights; one block more than there are rows."""
+    rows, experts = logits.shape
+    scores = shim.output((rows + 1, experts), np.float32)
+    scores.array[:rows] = logits
+    ids, weights = shim.output((rows + 1, k), np.int32), shim.output((rows + 1, k), np.float32)
+    options = {"softmax": 1, "divide": 0, "scale": 1.0, "floor": 0.0, **fields}
+    args = shim.args(
+        "RouteChooseArgs",
+        count=count(shim, rows),
+        scores=scores,
+        ids=ids,
+        weights=weights,
+        experts=experts,
+        k=k,
+        **options,
+    )
+    shim.launch("route_choose", rows + 1, THREADS, args)
+    shim.clear()
+    assert (ids.array[rows] == -1).all() and np.isnan(weights.array[rows]).all()
+    return scores.array[:rows], ids.array[:rows], weights.array[:rows]
+
+
+def reference(scores: Array, k: int, divide: int = 0, scale: float = 1, floor: float = 0) -> tuple[Array, Array]:
+    """Ids and weights of (T, E) scores: the CPU's rules."""
+    rank = np.where(np.isnan(scores), -np.inf, scores)
+    ids = np.sort(np.argsort(-rank, axis=1, kind="stable")[:, :k], axis=1)
+    weights = np.take_along_axis(scores, ids, 1).astype(np.float64)
+    if divide:
+        weights = weights / np.maximum(weights.sum(1, keepdims=True), floor)
+    return ids, weights * scale
+
+
+@pytest.mark.parametrize(("experts", "k"), [(4, 1), (4, 4), (60, 6), (128, 8), (256, 8), (300, 20), (520, 300)])
+@pytest.mark.parametrize("softmax", [0, 1])
+def test_choice(shims: list[Shim], experts: int, k: int, softmax: int) -> None:
+    logits = np.random.default_rng((experts, k)).standard_normal((3, experts)).astype(np.float32) * 3
+    logits[1, : experts // 2] = logits[1, 0]  # equals: the lower ids
+    wide = logits.astype(np.float64)
+    want = 1 / (1 + np.exp(-wide))
+    if softmax:
+        want = np.exp(wide - wide.max(1, keepdims=True))
+        want /= want.sum(1, keepdims=True)
+    for shim in shims:
+        for rule in ({}, {"divide": 1, "scale": 2.5, "floor": 1e-20}, {"divide": 1, "scale": 1.0, "floor": 1e9}):
+            scores, ids, weights = choose(shim, logits, k, softmax=softmax, **rule)
+            np.testing.assert_allclose(scores, want, rtol=2e-6)
+            wanted_ids, wanted_weights = reference(scores, k, **rule)
+            assert np.array_equal(ids, wanted_ids)
+            np.testing.assert_allclose(weights, wanted_weights, rtol=1e-6)
+
+
+def test_a_broken_row_still_goes_to_k_experts(shims: list[Shim]) -> None:
+    logits = np.random.default_rng(0).standard_normal((2, 40)).astype(np.float32)
+    logits[0, 7] = np.nan
+    for shim in shims:
+        ids, weights = choose(shim, logits, 4)[1:]  # softmax: all NaN
+        assert ids[0].tolist() == [0, 1, 2, 3] and np.isnan(weights[0]).all()
+        ids, weights = choose(shim, logits, 40, softmax=0)[1:]
+        assert ids[0].tolist() == list(range(40)) and np.isnan(weights[0]).sum() == 1
+        assert 7 not in choose(shim, logits, 39, softmax=0)[1][0]
