@@ -16,7 +16,7 @@ from shim import Buffer, Shim
 
 Floats = npt.NDArray[np.float32]
 
-WAVES, SET, ITEM, EXTRA = 4, 2, 64, 32  # matvec_args.h
+WAVES, SET, FLOAT_SET, ITEM, EXTRA = 4, 2, 4, 64, 32  # matvec_args.h
 ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU_ERF = range(4)
 
 
@@ -121,17 +121,17 @@ def run_matvec(
 ) -> list[Floats]:
     """(T, N) of each side."""
     shim.clear()
+    floats = x is not None
     rows = len(a.q) // o.terms
     bucket = o.bucket or rows
     lanes_k = shim.wave * ITEM
     slices = -(-k // lanes_k)
-    quantized = sides[0].dtype in gguf.GGML_QUANT_SIZES and gguf.GGML_QUANT_SIZES[sides[0].dtype][0] > 1
     elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
-    set_rows = SET * o.steps * WAVES // o.splits
+    set_rows = (FLOAT_SET if floats else SET) * o.steps * WAVES // o.splits
     block_rows = set_rows // 2 if o.pair else set_rows
-    stages = 2 if shim.wave == 32 else 1
+    stages = 2  # more than needed where copies are not asynchronous
     lds = 4 * slices * o.r * set_rows
-    if quantized:
+    if not floats:
         lds += WAVES * stages * SET * (lanes_k // elements * size + EXTRA)
     outs: list[Buffer] = []
     fields, first = [], 0

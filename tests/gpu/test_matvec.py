@@ -19,14 +19,16 @@ from matvec_cases import (
 )
 from shim import Shim
 
-FILES = ["matvec_legacy.hip"]
-TYPES = [Q.Q8_0, Q.Q4_0]
+FILES = ["matvec_legacy.hip", "matvec_k.hip"]
+TYPES = [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
 SHIMS = [(32, False), (32, True), (64, False), (64, True)]
 
 
 @pytest.fixture(params=SHIMS, ids=lambda p: f"w{p[0]}{'r' * p[1]}")
 def shim(request: pytest.FixtureRequest) -> Shim:
-    return Shim(FILES, wave=request.param[0], reverse=request.param[1])
+    """Waves of 32 copy to LDS asynchronously, waves of 64 through registers."""
+    wave, reverse = request.param
+    return Shim(FILES, wave, reverse, ["APU_SHIM_ASYNC"] if wave == 32 else [])
 
 
 def expected(dtype: Q, weights: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,10 @@
 // SiLU and GELU divide by 1 + exp(.), as on the CPU, which does not cancel for negative arguments.
 #pragma once
 
+#include "activation_kinds.h"
 #include "gpu.h"
 
 namespace apu::gpu {
-
-// The values of APU_ACT_* (apu.h), which device code does not include; native/gpu/matvec.cpp asserts them.
-enum ActivationKind : u32 { kActNone = 0, kActSilu = 1, kActGeluTanh = 2, kActGeluErf = 3 };
 
 // Complementary error function: t exp(-z^2 + p(t)) with t = 1 / (1 + |z| / 2), a Chebyshev fit whose relative error is
 // 1.2e-7 (Press et al., Numerical Recipes, section 6.2).

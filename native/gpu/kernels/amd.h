@@ -123,6 +123,9 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
   return __builtin_amdgcn_sudot4(false, i32(a), true, i32(b), c, false);
 #endif
 }
+APU_DEVICE i32 mul24(i32 a, i32 b) { // v_mul_i32_i24, at full rate
+  return (a << 8 >> 8) * (b << 8 >> 8);
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __builtin_amdgcn_alignbit(high, low, bits);
 }

@@ -1,4 +1,4 @@
-// Formats of 32-element blocks for matvec.h: Q8_0, Q4_0. An item is two blocks.
+// Formats of 32-element blocks for matvec.h: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0. An item is two blocks.
 //
 // Stored integers become signed bytes without a subtraction of their offset: the fields are moved to a byte's top and
 // their highest bit is flipped, which gives a power of two times the value; the scale of the activations carries its
@@ -96,6 +96,105 @@ struct Q4_0 {
       for (u32 r = 0; r < R; ++r) {
         const u32 *q = x[r].q + 8 * b;
         sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16(high, q + 4), x[r].d + 2 * b), sum[r]);
+      }
+    }
+  }
+};
+
+struct Q4_1 {
+  static constexpr u32 kElements = 32, kBytes = 20;
+  static constexpr bool kAligned = false;
+  using X = ItemXS;
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    x.load(row, item);
+    x.scale(1, 1.0f / 16);
+  }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (b && !full) break;
+      u32 w[5], low[4], high[4];
+      image.words(2 * kBytes * item + kBytes * b, w);
+      const float d = half_to_float(w[0] & 0xffffu), m = half_to_float(w[0] >> 16);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        low[i] = w[i + 1] & 0x0f0f0f0fu;
+        high[i] = w[i + 1] & 0xf0f0f0f0u; // 16 * nibble
+      }
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        const u32 *q = x[r].q + 8 * b;
+        sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16_us(high, q + 4), x[r].d + 2 * b), sum[r]);
+        sum[r] = fma_f32(m, x[r].s[b], sum[r]);
+      }
+    }
+  }
+};
+
+// Bits 0 to 15 of `bits`, each in the place of bit `To` of a byte of four words.
+template <u32 To> APU_DEVICE void spread_16(u32 bits, u32 (&out)[4]) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) out[i] = ((bits >> (4 * i) & 15) * 0x00204081u & 0x01010101u) << To;
+}
+
+struct Q5_0 {
+  static constexpr u32 kElements = 32, kBytes = 22;
+  static constexpr bool kAligned = false;
+  using X = ItemX;
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    x.load(row, item);
+    x.scale(1.0f / 8, 1.0f / 8);
+  }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (b && !full) break;
+      u32 w[6], low[4], high[4]; // two bytes of no use, d, fifth bits, nibbles
+      image.words(2 * kBytes * item + kBytes * b - 2, w);
+      const float d = half_to_float(w[0] >> 16);
+      spread_16<7>(~w[1], low);
+      spread_16<7>(~w[1] >> 16, high);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) { // 8 * (value - 16)
+        low[i] |= (w[i + 2] << 3) & 0x78787878u;
+        high[i] |= (w[i + 2] >> 1) & 0x78787878u;
+      }
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        const u32 *q = x[r].q + 8 * b;
+        sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16(high, q + 4), x[r].d + 2 * b), sum[r]);
+      }
+    }
+  }
+};
+
+struct Q5_1 {
+  static constexpr u32 kElements = 32, kBytes = 24;
+  static constexpr bool kAligned = false;
+  using X = ItemXS;
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (b && !full) break;
+      u32 w[6], low[4], high[4];
+      image.words(2 * kBytes * item + kBytes * b, w);
+      const float d = half_to_float(w[0] & 0xffffu), m = half_to_float(w[0] >> 16);
+      spread_16<4>(w[1], low);
+      spread_16<4>(w[1] >> 16, high);
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) {
+        low[i] |= w[i + 2] & 0x0f0f0f0fu;
+        high[i] |= (w[i + 2] >> 4) & 0x0f0f0f0fu;
+      }
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        const u32 *q = x[r].q + 8 * b;
+        sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16(high, q + 4), x[r].d + 2 * b), sum[r]);
+        sum[r] = fma_f32(m, x[r].s[b], sum[r]);
       }
     }
   }

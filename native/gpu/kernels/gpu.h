@@ -42,6 +42,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
 // bit_count(u64), lowest_bit(u64): its index, of a number that has one.
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
+// mul24(a, b): product of two that fit signed 24 bits.
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
 // byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.
 // look_up_nibbles(table, v, low, high): bytes table[n] of the low and of the high nibbles n of v's bytes; a ByteTable

@@ -27,12 +27,13 @@
 
 namespace apu::gpu {
 
-constexpr u32 kMatvecStages = kAsyncCopy ? 2 : 1; // sets in LDS
+constexpr u32 kStages = kAsyncCopy ? kMatvecStages : 1; // sets in LDS
 
 // One row of activations. Columns beyond K are zero up to a multiple of 256.
 struct ActivationRow {
   const i8 *q;
   const float *d, *s16;
+  const float *x; // (K), of float matrices
 };
 
 // Words of a slice of a row in LDS, at any alignment. Offsets are bytes from the slice's start, -4 or more.
@@ -120,7 +121,7 @@ struct MatvecWork {
 template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   return reinterpret_cast<float *>(dynamic_shared() +
-                                   kMatvecWaves * kMatvecStages * kMatvecSet * (kSliceBytes + kRowImageExtra));
+                                   kMatvecWaves * kStages * kMatvecSet * (kSliceBytes + kRowImageExtra));
 }
 
 // All threads of the block; `rows` are those of activations. Ends with a barrier.
@@ -137,7 +138,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
   const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
   const u32 row_bytes = k / Format::kElements * Format::kBytes;
   const u32 set_rows = groups * work.steps * kSet;
-  u8 *images = dynamic_shared() + wave * (kMatvecStages * kSet * kImage);
+  u8 *images = dynamic_shared() + wave * (kStages * kSet * kImage);
   float *sums = matvec_sums<Format, R>();
   if constexpr (requires { Format::prepare(); }) {
     Format::prepare();
@@ -189,7 +190,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     };
 
 #pragma unroll
-    for (u32 stage = 0; stage < kMatvecStages; ++stage) fetch(stage, stage);
+    for (u32 stage = 0; stage < kStages; ++stage) fetch(stage, stage);
     const u32 item = slice * kWaveSize + lane;
     const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
     typename Format::X x[R];
@@ -199,7 +200,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     }
     u32 stage = 0;
     for (u32 step = 0; step < work.steps; ++step) {
-      copy_wait<kMatvecStages - 1>();
+      copy_wait<kStages - 1>();
       if constexpr (kHold) {
 #pragma unroll
         for (u32 q = 0; q < kSet; ++q) put_row(held[q], place(0, q));
@@ -237,8 +238,8 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
       }
       wave_sync();
       if constexpr (!kHold) {
-        fetch(step + kMatvecStages, stage);
-        stage = stage + 1 == kMatvecStages ? 0 : stage + 1;
+        fetch(step + kStages, stage);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
       }
     }
   }
@@ -264,9 +265,18 @@ APU_DEVICE void matvec_store(const MatvecArgs &a, const MatvecSide &side, bool f
   side.out[at] = y;
 }
 
+// How `matvec` computes a block: quantised matrices here, float ones in matvec_float.h.
+template <class Format> struct QuantizedProduct {
+  static constexpr u32 kSet = kMatvecSet;
+  template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
+  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+    matvec_block<Format, R>(work, rows);
+  }
+};
+
 // Blocks in x walk over the rows of all matrices, blocks in y over groups of R activation rows.
-template <class Format, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
-  constexpr u32 kSet = kMatvecSet;
+template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
+  constexpr u32 kSet = Product::kSet;
   const u32 count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.terms, begin = block_id_y() * R;
   if (begin >= count) return;
   MatvecSide side = a.sides[0];
@@ -281,14 +291,15 @@ template <class Format, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
 #pragma unroll
   for (u32 r = 0; r < R; ++r) {
     const u64 row = begin + r < count ? begin + r : count - 1;
-    rows[r] = {a.in.q + row * a.in.columns, a.in.d + row * (a.in.columns / 16), a.in.s16 + row * (a.in.columns / 16)};
+    rows[r] = {a.in.q + row * a.in.columns, a.in.d + row * (a.in.columns / 16), a.in.s16 + row * (a.in.columns / 16),
+               a.in.x + row * a.in.k};
   }
   const u32 set_rows = kMatvecWaves / a.splits * a.steps * kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
-  matvec_block<Format, R>({side.w, a.sides[1].w, a.pair != 0, 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
+  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
                           rows);
 
-  const float *sums = matvec_sums<Format, R>();
+  const float *sums = Product::template sums<R>();
   const u32 results = R / a.terms; // 8 rows of terms are 4 of out
   for (u32 o = thread_id(); o < block_rows * R; o += kMatvecWaves * kWaveSize) {
     const u32 j = o % block_rows, t = o / block_rows, n = row_begin + j, row = begin / a.terms + t;
@@ -310,12 +321,13 @@ template <class Format, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
 }
 
 // Entry points of a type: matvec_<name>_r1, _r2, _r4 and _r8.
-#define APU_MATVEC_KERNEL(name, Format, R)                                                                             \
+#define APU_MATVEC_KERNEL(name, Product, R)                                                                            \
   APU_KERNEL(kMatvecWaves *kWaveSize) void matvec_##name##_r##R(MatvecArgs args) {                                     \
-    matvec<Format, R>(args);                                                                                           \
+    matvec<Product, R>(args);                                                                                          \
   }
-#define APU_MATVEC_KERNELS(name, Format)                                                                               \
-  APU_MATVEC_KERNEL(name, Format, 1)                                                                                   \
-  APU_MATVEC_KERNEL(name, Format, 2) APU_MATVEC_KERNEL(name, Format, 4) APU_MATVEC_KERNEL(name, Format, 8)
+#define APU_MATVEC_ROWS(name, Product)                                                                                 \
+  APU_MATVEC_KERNEL(name, Product, 1)                                                                                  \
+  APU_MATVEC_KERNEL(name, Product, 2) APU_MATVEC_KERNEL(name, Product, 4) APU_MATVEC_KERNEL(name, Product, 8)
+#define APU_MATVEC_KERNELS(name, Format) APU_MATVEC_ROWS(name, QuantizedProduct<Format>)
 
 } // namespace apu::gpu

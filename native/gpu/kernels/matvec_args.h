@@ -11,8 +11,10 @@
 namespace apu::gpu {
 
 constexpr u32 kMatvecWaves = 4;    // of a block
-constexpr u32 kMatvecSet = 2;      // rows of a matrix that a wave computes at once; one of each of a pair
+constexpr u32 kMatvecSet = 2;      // rows of a matrix that a wave computes at once; a pair's have half of each
+constexpr u32 kFloatSet = 4;       // the same for float matrices and precision "exact"
 constexpr u32 kItemColumns = 64;   // of a lane
+constexpr u32 kMatvecStages = 2;   // sets in LDS where copies are asynchronous, else one
 constexpr u32 kMatvecSides = 4;    // matrices of one launch
 constexpr u32 kRowImageExtra = 32; // bytes of a staged row beside its slice: lead, misalignment and overshoot
 
@@ -40,8 +42,9 @@ struct MatvecArgs {
   u32 steps;             // row sets that a wave computes, one after the other
 };
 
-// Dynamic LDS of a block: images of the staged rows, then a float for each slice, activation row and row.
-//   images: kMatvecWaves * stages * kMatvecSet * (slice bytes + kRowImageExtra)
-//   sums:   4 * slices * R * rows, rows = kMatvecSet * steps * kMatvecWaves / splits
+// Dynamic LDS of a block: images of the staged rows (quantised matrices), then a float for each slice, activation row
+// and row; set is kMatvecSet or kFloatSet.
+//   images: kMatvecWaves * stages * set * (slice bytes + kRowImageExtra)
+//   sums:   4 * slices * R * rows, rows = set * steps * kMatvecWaves / splits
 
 } // namespace apu::gpu

@@ -94,6 +94,9 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
   asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+APU_DEVICE i32 mul24(i32 a, i32 b) {
+  return a * b;
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __funnelshift_r(low, high, bits);
 }

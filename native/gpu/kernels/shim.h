@@ -1,5 +1,6 @@
 // The CPU's side of gpu.h: the same functions for g++ or clang, so that tests run the kernels' own sources (tests/gpu
-// compiles them, shim_launch.h runs them). -DAPU_SHIM_WAVE=32 or 64 gives the wave size.
+// compiles them, shim_launch.h runs them). -DAPU_SHIM_WAVE=32 or 64 gives the wave size, -DAPU_SHIM_ASYNC=1 the forms
+// of kernels for hardware with asynchronous copies.
 //
 // Stricter than a GPU: 16-byte loads check their alignment, all lanes must take part in wave operations, asynchronous
 // copies arrive as late as copy_wait allows in forward runs and at once in reversed ones. Half precision is done in
@@ -19,7 +20,11 @@
 namespace apu::gpu {
 
 constexpr u32 kWaveSize = APU_SHIM_WAVE;
-constexpr bool kAsyncCopy = APU_SHIM_WAVE == 32; // both forms of kernels are tested
+#if defined(APU_SHIM_ASYNC)
+constexpr bool kAsyncCopy = true;
+#else
+constexpr bool kAsyncCopy = false;
+#endif
 constexpr u32 kTableCopies = 2;
 
 struct alignas(16) u32x4 {
@@ -111,6 +116,9 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
   u32 sum = u32(c);
   for (u32 i = 0; i < 4; ++i) sum += u32(i32(u8(a >> 8 * i)) * i32(i8(b >> 8 * i)));
   return i32(sum);
+}
+APU_DEVICE i32 mul24(i32 a, i32 b) {
+  return a * b;
 }
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return u32((u64(high) << 32 | low) >> (bits % 32));

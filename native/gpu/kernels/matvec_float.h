@@ -1,0 +1,129 @@
+// Products of a float matrix (F32, F16, BF16) with 1 to 8 rows of float activations: the other frame of `matvec`.
+//
+// A wave computes four rows at once and walks over a slice in steps of eight columns a lane, 16 bytes of weights (32 of
+// F32) straight from memory and the activations from cache. Sums are those of matvec.h: a lane adds its columns in
+// order, then the wave, then slices. Rows that are not aligned or not a multiple of eight long take a slower path with
+// the same sums.
+// Bytes moved: the matrix once for each 8 rows of activations; the activations once for each four rows, from cache.
+#pragma once
+
+#include "matvec.h"
+
+namespace apu::gpu {
+
+struct F32Weights {
+  static constexpr u32 kWords = 8; // of eight values
+  static APU_METHOD void values(const u32 *w, float (&v)[8]) {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) v[i] = bits_to_float(w[i]);
+  }
+};
+struct F16Weights {
+  static constexpr u32 kWords = 4;
+  static APU_METHOD void values(const u32 *w, float (&v)[8]) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[2 * i] = half_to_float(w[i] & 0xffffu), v[2 * i + 1] = half_to_float(w[i] >> 16);
+  }
+};
+struct BF16Weights {
+  static constexpr u32 kWords = 4;
+  static APU_METHOD void values(const u32 *w, float (&v)[8]) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[2 * i] = bits_to_float(w[i] << 16), v[2 * i + 1] = bits_to_float(w[i] & 0xffff0000u);
+  }
+};
+
+template <class Weights> struct FloatProduct {
+  static constexpr u32 kSet = kFloatSet, kWords = Weights::kWords;
+
+  template <u32 R> static APU_METHOD float *sums() { return reinterpret_cast<float *>(dynamic_shared()); }
+
+  // Eight weights at p, of which `count` lie inside the row.
+  static APU_METHOD void load(const u8 *p, u32 count, bool aligned, u32 (&w)[kWords]) {
+    if (aligned) {
+#pragma unroll
+      for (u32 i = 0; i < kWords; i += 4) {
+        const u32x4 v = load16_stream(p + 4 * i);
+        w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
+      }
+      return;
+    }
+    constexpr u32 kValueBytes = kWords / 2;
+#pragma unroll
+    for (u32 i = 0; i < kWords; ++i) {
+      w[i] = 0;
+#pragma unroll
+      for (u32 b = 0; b < 4; ++b)
+        if ((4 * i + b) / kValueBytes < count) w[i] |= u32(p[4 * i + b]) << (8 * b);
+    }
+  }
+
+  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+    const u32 wave = wave_uniform(wave_id()), lane = lane_id(), k = work.w.k;
+    const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits, set_rows = groups * work.steps * kSet;
+    float *to = sums<R>();
+    for (u32 step = 0; step < work.steps; ++step) {
+      const u32 set = step * groups + group;
+      const u8 *w[kSet];
+      bool aligned = k % 8 == 0 && reinterpret_cast<u64>(rows[0].x) % 16 == 0;
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) { // rows beyond the matrix: the last one again, of no use
+        u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
+        if (row >= work.row_end) row = work.row_end - 1;
+        w[q] =
+            work.pair && q % 2 ? matrix_row(work.w2, work.first_row + row) : matrix_row(work.w, work.first_row + row);
+        aligned = aligned && reinterpret_cast<u64>(w[q]) % 16 == 0;
+      }
+      for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
+        float sum[kSet * R];
+#pragma unroll
+        for (u32 v = 0; v < kSet * R; ++v) sum[v] = 0;
+        const u32 begin = slice * kWaveSize * kItemColumns;
+        const u32 end = begin + kWaveSize * kItemColumns < k ? begin + kWaveSize * kItemColumns : k;
+        if (aligned)
+          add<true, R>(w, rows, begin, end, sum);
+        else
+          add<false, R>(w, rows, begin, end, sum);
+        const float total = wave_sums(sum);
+        constexpr u32 kLanes = kWaveSize / (kSet * R);
+        const u32 value = lane / kLanes;
+        if (lane % kLanes == 0) to[(slice * R + value % R) * set_rows + set * kSet + value / R] = total;
+      }
+    }
+    block_sync();
+  }
+
+  // Adds columns [begin, end) of kSet rows to sum[q * R + r].
+  template <bool Aligned, u32 R>
+  static APU_METHOD void add(const u8 *const (&w)[kSet], const ActivationRow (&rows)[R], u32 begin, u32 end,
+                             float (&sum)[kSet * R]) {
+    constexpr u32 kUnroll = Aligned && R <= 2 ? 2 : 1;
+#pragma unroll kUnroll
+    for (u32 column = begin + 8 * lane_id(); column < end; column += 8 * kWaveSize) {
+      const u32 count = end - column < 8 ? end - column : 8;
+      u32 words[kSet][kWords];
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) load(w[q] + u64(column) * (kWords / 2), count, Aligned, words[q]);
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        float x[8];
+        if constexpr (Aligned) {
+          load_4(rows[r].x, column, x);
+          load_4(rows[r].x, column + 4, x + 4);
+        } else {
+#pragma unroll
+          for (u32 i = 0; i < 8; ++i) x[i] = i < count ? rows[r].x[column + i] : 0.0f;
+        }
+#pragma unroll
+        for (u32 q = 0; q < kSet; ++q) {
+          float v[8];
+          Weights::values(words[q], v);
+#pragma unroll
+          for (u32 i = 0; i < 8; ++i) sum[q * R + r] = fma_f32(v[i], x[i], sum[q * R + r]);
+        }
+      }
+    }
+  }
+};
+
+} // namespace apu::gpu

@@ -1,0 +1,194 @@
+// The host's side of the matvec kernels. Matrices of one kind share a launch (query, key and value; gate and up); a
+// product of several kinds is as many launches.
+//
+// The geometry changes no bit of a result (kernels/matvec_args.h), so it is free to follow the device: enough waves to
+// fill it, and beyond that as many rows for each wave as amortise the reading of its activations.
+#include "gpu/matvec.h"
+
+#include "gpu/kernels/activation_kinds.h"
+#include "gpu/kernels/matvec_args.h"
+#include "gpu/ops.h"
+#include "quant/visit.h"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+namespace apu::gpu {
+
+static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_ACT_SILU &&
+              uint32_t(kActGeluTanh) == APU_ACT_GELU_TANH && uint32_t(kActGeluErf) == APU_ACT_GELU_ERF);
+
+namespace {
+
+constexpr MatvecKind kGeneral{"any", 1, 0, true};
+constexpr uint32_t kSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
+
+const char *tuned_name(uint32_t type) {
+  switch (type) {
+  case APU_F32: return "f32";
+  case APU_F16: return "f16";
+  case APU_BF16: return "bf16";
+  case APU_Q4_0: return "q4_0";
+  case APU_Q4_1: return "q4_1";
+  case APU_Q5_0: return "q5_0";
+  case APU_Q5_1: return "q5_1";
+  case APU_Q8_0: return "q8_0";
+  case APU_Q4_K: return "q4_k";
+  case APU_Q5_K: return "q5_k";
+  case APU_Q6_K: return "q6_k";
+  default: return nullptr;
+  }
+}
+
+bool is_float(uint32_t type) {
+  return type == APU_F32 || type == APU_F16 || type == APU_BF16;
+}
+
+// Resident waves of a compute unit that a launch of this LDS use and row count may count on.
+uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
+  uint32_t waves = props.threads_of_unit / props.wave_size;
+  if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);
+  return std::max(std::min(waves, r <= 2 ? 24u : 12u), kMatvecWaves);
+}
+
+} // namespace
+
+MatvecKind matvec_kind(uint32_t type, int32_t precision) {
+  const char *name = tuned_name(type);
+  if (is_float(type)) return {name, 1, type == APU_F32 ? 4u : 2u, true};
+  if (!name || precision == APU_PRECISION_EXACT) return kGeneral;
+  MatvecKind kind{name, 0, 0, false};
+  quant::with_block_type(type, [&]<class B>() {
+    kind.elements = quant::Traits<B>::elements;
+    kind.bytes = quant::Traits<B>::bytes;
+  });
+  return kind;
+}
+
+MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props, uint32_t k, uint64_t rows, uint32_t r,
+                               bool pair) {
+  const uint32_t columns = kItemColumns * props.wave_size, set = kind.floats ? kFloatSet : kMatvecSet;
+  MatvecGeometry g{};
+  g.slices = (k + columns - 1) / columns;
+  g.threads = kMatvecWaves * props.wave_size;
+  const uint32_t image = kind.floats ? 0 : columns / kind.elements * kind.bytes + kRowImageExtra;
+  const bool async = props.arch.starts_with("sm_"); // as kAsyncCopy
+  const uint32_t images = kMatvecWaves * (async ? kMatvecStages : 1) * set * image;
+  auto sums = [&](uint32_t splits, uint32_t steps) {
+    return uint32_t(sizeof(float)) * g.slices * r * set * steps * kMatvecWaves / splits;
+  };
+  const uint64_t sets = (rows * (pair ? 2 : 1) + set - 1) / set;
+  const uint64_t wanted = uint64_t(props.compute_units) * waves_of_unit(props, images + sums(1, 1), r);
+  g.splits = 1;
+  while (g.splits < kMatvecWaves && g.splits < g.slices && sets * g.splits < wanted) g.splits *= 2;
+  g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / wanted, 1, 8));
+  while (g.steps > 1 && sums(g.splits, g.steps) > kSumBytes) --g.steps;
+  g.block_rows = set * g.steps * kMatvecWaves / g.splits / (pair ? 2 : 1);
+  g.lds = images + sums(g.splits, g.steps);
+  return g;
+}
+
+uint32_t matvec_rows(uint32_t rows, uint32_t terms) {
+  uint32_t r = terms;
+  while (r < kMatvecRows && r < rows * terms) r *= 2;
+  return r;
+}
+
+namespace {
+
+class Matvec final : public ProductKernels {
+public:
+  Matvec(Builder &builder, const Product &product) : props_(builder.props()), output_rows_(product.output_rows) {
+    const uint32_t max_rows =
+        std::min(kMatvecRows, product.output_rows ? builder.info().max_outputs : builder.info().max_rows);
+    std::vector<uint32_t> left;
+    for (uint32_t m = 0; m < product.count; ++m) left.push_back(m);
+    auto kind_of = [&](uint32_t m) { return matvec_kind(product.sides[m].w.type, product.precision); };
+    auto same = [&](uint32_t a, uint32_t b) { return std::string(kind_of(a).name) == kind_of(b).name; };
+    const bool gated = product.activation != APU_ACT_NONE, pair = gated && same(0, 1);
+    if (gated && !pair) { // up first, into memory that gate's launch reads
+      up_bytes_ = uint64_t(kMatvecRows) * product.sides[1].w.rows * sizeof(float);
+      builder.reserve(Scratch::partial, up_bytes_);
+      left = {1, 0};
+    }
+    while (!left.empty()) {
+      std::vector<uint32_t> group, rest;
+      for (uint32_t m : left) (same(m, left[0]) ? group : rest).push_back(m);
+      add_part(builder, product, kind_of(group[0]), group, pair, max_rows);
+      left = rest;
+    }
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket, const Activations &in) const override {
+    const uint32_t rows = output_rows_ ? bucket.outputs : bucket.rows;
+    if (rows == 0) return;
+    for (const Part &part : parts_) {
+      const uint32_t r = matvec_rows(rows, part.args.terms);
+      const MatvecGeometry g =
+          matvec_geometry(part.kind, props_, part.args.sides[0].w.k, part.rows, r, part.args.pair != 0);
+      MatvecArgs args = part.args;
+      args.in = in;
+      args.slices = g.slices, args.splits = g.splits, args.steps = g.steps;
+      uint64_t blocks = 0;
+      for (uint32_t m = 0; m < (args.pair ? 1 : args.side_count); ++m) {
+        args.sides[m].first_block = blocks;
+        blocks += (args.sides[m].w.rows + g.block_rows - 1) / g.block_rows;
+      }
+      if (part.writes_up) args.sides[0].out = launcher.scratch_as<float>(Scratch::partial);
+      if (part.reads_up) args.up = launcher.scratch_as<float>(Scratch::partial);
+      const uint32_t groups = (rows * args.terms + r - 1) / r;
+      launcher.launch(part.kernels[r], {uint32_t(blocks), groups, 1}, g.threads, args, g.lds);
+    }
+  }
+
+private:
+  struct Part { // one launch
+    MatvecKind kind{};
+    MatvecArgs args{};
+    uint64_t rows = 0; // of all its matrices, of one of a pair
+    bool writes_up = false, reads_up = false;
+    Kernel kernels[kMatvecRows + 1]; // by the rows they compute: 1, 2, 4, 8
+  };
+
+  void add_part(Builder &builder, const Product &product, const MatvecKind &kind, const std::vector<uint32_t> &sides,
+                bool pair, uint32_t max_rows) {
+    Part part;
+    part.kind = kind;
+    MatvecArgs &args = part.args;
+    args.counts = builder.step().counts;
+    args.output_rows = output_rows_;
+    args.terms = product.precision == APU_PRECISION_FINE && !kind.floats ? 2 : 1;
+    args.pair = pair;
+    for (uint32_t m : sides) {
+      const ProductSide &side = product.sides[m];
+      args.sides[args.side_count++] = {side.w, side.bias, side.out, 0};
+      if (!pair || m == 0) part.rows += side.w.rows;
+    }
+    if (sides[0] == 0) {
+      args.activation = uint32_t(product.activation);
+      args.residual = product.residual;
+      args.soft_cap = product.soft_cap;
+    }
+    part.writes_up = up_bytes_ && sides[0] == 1;
+    part.reads_up = up_bytes_ && sides[0] == 0;
+    for (uint32_t r = args.terms; r <= matvec_rows(max_rows, args.terms); r *= 2) {
+      const MatvecGeometry g = matvec_geometry(kind, props_, args.sides[0].w.k, part.rows, r, pair);
+      part.kernels[r] = builder.kernel("matvec_" + std::string(kind.name) + "_r" + std::to_string(r), g.lds);
+    }
+    parts_.push_back(part);
+  }
+
+  DriverProps props_;
+  bool output_rows_;
+  uint64_t up_bytes_ = 0;
+  std::vector<Part> parts_;
+};
+
+} // namespace
+
+std::unique_ptr<ProductKernels> make_matvec(Builder &builder, const Product &product) {
+  return std::make_unique<Matvec>(builder, product);
+}
+
+} // namespace apu::gpu
