@@ -34,9 +34,15 @@ const char *tuned_name(uint32_t type) {
   case APU_Q5_0: return "q5_0";
   case APU_Q5_1: return "q5_1";
   case APU_Q8_0: return "q8_0";
+  case APU_Q2_K: return "q2_k";
+  case APU_Q3_K: return "q3_k";
   case APU_Q4_K: return "q4_k";
   case APU_Q5_K: return "q5_k";
   case APU_Q6_K: return "q6_k";
+  case APU_IQ2_XXS: return "iq2_xxs";
+  case APU_IQ4_NL: return "iq4_nl";
+  case APU_IQ4_XS: return "iq4_xs";
+  case APU_MXFP4: return "mxfp4";
   default: return nullptr;
   }
 }
