@@ -41,6 +41,7 @@ GENERIC = ("gfx11-generic", "gfx12-generic")  # for processors of the family tha
 NVIDIA = ("sm_90", "sm_120")
 DEFAULT = "gfx1151"  # where there is no GPU to look at
 OLDEST_CLANG = 18
+OBJECT_FORMAT = "2"  # of what WORK keeps: another number, and everything is made again
 
 # No contraction: a row's result must not depend on how many rows a kernel has. Kernels say fma_f32 where they mean it.
 AMD_FLAGS = (
@@ -48,6 +49,13 @@ AMD_FLAGS = (
     *("-nogpulib", "-nogpuinc", "-Wall", "-Wextra"),
 )
 NVIDIA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "-fmad=false", "-ewp")
+
+
+# Its kernels, and the target and version, which are a target's files' alike.
+_METADATA = re.compile(
+    r"^\t\.amdgpu_metadata\n---\namdhsa\.kernels:(?: *\[\])?\n((?: .*\n)*)((?:.*\n)*?)\.\.\.\n\s*\.end_amdgpu_metadata\n",
+    re.M,
+)
 
 
 class BuildError(Exception):
@@ -62,9 +70,9 @@ def object_name(target: str) -> str:
     return target + (".co" if is_amd(target) else ".cubin")
 
 
-def run(command: list[str], what: str) -> str:
+def run(command: list[str], what: str, text: str | None = None) -> str:
     """The command's warnings. Raises BuildError with its output."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"{what}: {' '.join(command)}\n{done.stderr or done.stdout}")
     return done.stderr
@@ -97,13 +105,28 @@ class Clang:
         ):  # clang 22 ignores -MF when compiling for a device
             flags += ["-Xclang", word]
         warnings = run([*self.clang, *flags, "-S", str(source), "-o", str(assembly)], f"{target}: {source.name}")
-        machine = ["--target=amdgcn-amd-amdhsa", f"-mcpu={target}", self.flags(target)[1]]
-        run([*self.clang, *machine, "-c", str(assembly), "-o", str(into)], f"{target}: {assembly}")
+        self.assemble(_METADATA.sub("", assembly.read_text()), target, into)
         lines = [line for line in warnings.splitlines() if "code object v6" not in line]  # clang 19, of generic targets
         return "\n".join(lines)
 
+    def assemble(self, text: str, target: str, into: Path) -> None:
+        machine = ["--target=amdgcn-amd-amdhsa", f"-mcpu={target}", self.flags(target)[1]]
+        run([*self.clang, *machine, "-x", "assembler", "-c", "-", "-o", str(into)], f"{target}: {into}", text)
+
     def link(self, objects: list[Path], target: str, into: Path) -> None:
-        run([*self.lld, "-shared", "--no-undefined", *map(str, objects), "-o", str(into)], f"{target}: link")
+        """A runtime reads the first note of a code object, so all kernels' metadata goes into one."""
+        kernels, rest = "", ""
+        for file in objects:
+            metadata = _METADATA.search(file.with_suffix(".s").read_text())
+            if metadata is None:
+                raise BuildError(f"{file.with_suffix('.s')} has no kernel metadata")
+            kernels += metadata[1] or ""
+            rest = metadata[2]
+        notes = into.with_suffix(".notes.o")
+        text = f"\t.amdgpu_metadata\n---\namdhsa.kernels:\n{kernels}{rest}...\n\t.end_amdgpu_metadata\n"
+        self.assemble(text, target, notes)
+        files = [*map(str, objects), str(notes)]
+        run([*self.lld, "-shared", "--no-undefined", *files, "-o", str(into)], f"{target}: link")
 
 
 @dataclass(frozen=True)
@@ -354,7 +377,7 @@ def compiler_key(compiler: Clang | Nvcc) -> str:
 
 def object_key(compiler: str, target: str, deps: list[str]) -> str:
     flags = AMD_FLAGS if is_amd(target) else NVIDIA_FLAGS
-    parts = [compiler, target, *flags]
+    parts = [OBJECT_FORMAT, compiler, target, *flags]
     for name in deps:
         parts += [name, digest_of(ROOT / name)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
