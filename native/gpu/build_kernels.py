@@ -53,7 +53,8 @@ NVIDIA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "-fmad=false", "-ewp")
 
 # Its kernels, and the target and version, which are a target's files' alike.
 _METADATA = re.compile(
-    r"^\t\.amdgpu_metadata\n---\namdhsa\.kernels:(?: *\[\])?\n((?: .*\n)*)((?:.*\n)*?)\.\.\.\n\s*\.end_amdgpu_metadata\n",
+    r"^\t\.amdgpu_metadata\n---\namdhsa\.kernels:(?: *\[\])?\n((?: .*\n)*)((?:.*\n)*?)"
+    r"\.\.\.\n\s*\.end_amdgpu_metadata\n",
     re.M,
 )
 
@@ -96,7 +97,7 @@ class Clang:
 
     def compile(self, source: Path, target: str, into: Path, deps: Path) -> str:
         assembly = into.with_suffix(".s")
-        flags = [*AMD_FLAGS, *self.flags(target), f"-I{KERNELS}"]
+        flags = [*AMD_FLAGS, *self.flags(target), f"-I{KERNELS}", f"-cuid={source.stem}"]
         for word in (
             "-dependency-file",
             str(deps),

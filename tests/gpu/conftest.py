@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hip_double import HipDouble, code_object, library
 
 from apu_engine._native import Device
-from hip_double import HipDouble, code_object, library
 
 
 @pytest.fixture(scope="session")

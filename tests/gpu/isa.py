@@ -1,5 +1,5 @@
-"""Reads what the compiler made of kernels for AMD: instructions and loops from the assembly that build_kernels.py keeps,
-registers, LDS and scratch from the code object's own notes. Run as a script it prints the counts of every matvec:
+"""Reads what the compiler made of kernels for AMD: instructions and loops from the assembly that build_kernels.py
+keeps, registers, LDS and scratch from the code object's own notes. Run as a script it prints the counts of every matvec:
 
     .venv/bin/python tests/gpu/isa.py gfx1151
 
@@ -41,8 +41,8 @@ class Code:
     def operations(self) -> list[str]:
         return [op for block in self.blocks for op in block.operations]
 
-    def loops(self) -> list[set[int]]:
-        """Natural loops: the blocks of each, merged by header."""
+    def loops(self) -> dict[int, set[int]]:
+        """Natural loops: the blocks of each by its header."""
         state = [0] * len(self.blocks)
         back: list[tuple[int, int]] = []
         stack = [(0, iter(self.blocks[0].next))]
@@ -72,18 +72,16 @@ class Code:
                 if at not in body:
                     body.add(at)
                     work += before[at]
-        self._headers = {header: body for header, body in loops.items()}
-        return list(loops.values())
+        return loops
 
     def main_loop(self) -> list[str]:
         """Operations on the way through one iteration of the main loop."""
         loops = self.loops()
         if not loops:
             return []
-        dots = {id(loop): sum(self.blocks[b].count(*DOTS) for b in loop) for loop in loops}
+        dots = {header: sum(self.blocks[b].count(*DOTS) for b in loop) for header, loop in loops.items()}
         most = max(dots.values())
-        loop = min((x for x in loops if dots[id(x)] == most), key=len)
-        header = next(h for h, body in self._headers.items() if body is loop)
+        header, loop = min((item for item in loops.items() if dots[item[0]] == most), key=lambda item: len(item[1]))
         return [op for b in self._way(loop, header) for op in self.blocks[b].operations]
 
     def _way(self, loop: set[int], header: int) -> list[int]:
@@ -116,7 +114,7 @@ class Code:
             if not ways and not ends:
                 continue  # leaves the loop
             after = min(ways, key=lambda w: w[:2], default=(0, 0, []))
-            if ends and (0, 0) < after[:2]:
+            if ends and after[:2] > (0, 0):
                 after = (0, 0, [])
             block = self.blocks[at]
             best[at] = (after[0] - block.count(*DOTS), after[1] + block.count("v_"), [at, *after[2]])

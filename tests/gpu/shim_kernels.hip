@@ -59,7 +59,7 @@ APU_KERNEL(128) void shim_copy(CopyArgs a) {
   if (a.wait) copy_wait<0>();
   if (a.sync) block_sync();
   const u32 other = (t + kWaveSize) % 128;
-  store16(a.to + other * 16, load16(lds + other * 16));
+  store16(a.to + other * 16, *reinterpret_cast<const u32x4 *>(lds + other * 16));
 }
 
 struct WrongArgs {
@@ -77,6 +77,7 @@ APU_KERNEL(64) void shim_wrong(WrongArgs a) {
   if (a.what == 3) v = *reinterpret_cast<const u32 *>(reinterpret_cast<const u8 *>(a.out) + 2); // misaligned
   if (a.what == 4) v = a.out[a.at];                                                             // beyond the buffer
   if (a.what == 5) a.out[-1] = 0;
+  if (a.what == 8) v = load16(lds)[0];
   block_sync();
   a.out[t] = a.what == 6 ? lds[t] : v; // 6: never written
 }

@@ -118,6 +118,7 @@ def test_poisoned_lds_shows(shim: Shim) -> None:
         (2, r"out of bounds.*\(shim_kernels.hip:(\d+|\?)"),
         (3, r"misaligned.*\(shim_kernels.hip:(\d+|\?)"),
         (4, r"fault at .* byte (256|-4) of a buffer of 256 bytes"),
+        (8, "thread .*: load16 of LDS"),
         (5, r"byte -4 of a buffer of 256 bytes|4 bytes before a buffer of 256 were written"),
     ],
 )

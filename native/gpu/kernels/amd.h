@@ -156,11 +156,13 @@ APU_DEVICE void select_bytes(u32 a, u32 b, ByteSelectors s, u32 &low, u32 &high)
   high = byte_permute(a, b, u32(s >> 32));
 }
 
+// The address space is said: where the compiler cannot find out, it takes flat loads, which hold up LDS reads.
+typedef const __attribute__((address_space(1))) u32x4 *GlobalU32x4;
 APU_DEVICE u32x4 load16(const void *p) {
-  return *static_cast<const u32x4 *>(p);
+  return *(GlobalU32x4)p;
 }
 APU_DEVICE u32x4 load16_stream(const void *p) {
-  return __builtin_nontemporal_load(static_cast<const u32x4 *>(p));
+  return __builtin_nontemporal_load((GlobalU32x4)p);
 }
 // Global memory and LDS are read at any address on amdhsa.
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {

@@ -160,6 +160,7 @@ APU_DEVICE void shim_check16(const void *p) {
 }
 APU_DEVICE u32x4 load16(const void *p) {
   shim_check16(p);
+  if (shim::is_lds(p)) shim::fail("load16 of LDS");
   u32x4 v;
   std::memcpy(&v, p, 16);
   return v;

@@ -166,7 +166,8 @@ struct Run {
   u32 grid[3], block[3];
   u32 thread; // the running fiber
   u32 threads;
-  u8 *dynamic_lds;
+  u8 *dynamic_lds, *dynamic_lds_end;
+  u8 *static_lds, *static_lds_end;
   bool reverse;
   bool failed;
   Context scheduler;
@@ -199,6 +200,10 @@ inline void leave() {
   run->fibers[run->thread].state = State::ended;
   leave();
   __builtin_unreachable();
+}
+
+inline bool is_lds(const void *p) {
+  return (p >= run->dynamic_lds && p < run->dynamic_lds_end) || (p >= run->static_lds && p < run->static_lds_end);
 }
 
 // Every lane of the wave gives `bytes` bytes; returns the first lane's place among those of all lanes, kMaxExchange
@@ -432,6 +437,9 @@ apu_shim_launch(const char *name, const uint32_t *grid, uint32_t threads, uint32
   run->reverse = reverse != 0;
   run->failed = false;
   run->dynamic_lds = dynamic_lds.data;
+  run->dynamic_lds_end = dynamic_lds.map + dynamic_lds.pages;
+  run->static_lds = static_cast<apu::gpu::u8 *>(static_lds.data);
+  run->static_lds_end = run->static_lds + static_lds.bytes;
   std::memcpy(run->grid, grid, sizeof run->grid);
 
   std::vector<apu::gpu::u8> signal_stack(64 * 1024);
@@ -450,8 +458,8 @@ apu_shim_launch(const char *name, const uint32_t *grid, uint32_t threads, uint32
       run->block[0] = uint32_t(b % grid[0]);
       run->block[1] = uint32_t(b / grid[0] % grid[1]);
       run->block[2] = uint32_t(b / grid[0] / grid[1]);
-      if (static_lds.data) std::memset(static_lds.data, kPoison, static_lds.bytes);
-      std::memset(dynamic_lds.data, kPoison, size_t(dynamic_lds.map + dynamic_lds.pages - dynamic_lds.data));
+      if (run->static_lds) std::memset(run->static_lds, kPoison, static_lds.bytes);
+      std::memset(run->dynamic_lds, kPoison, size_t(run->dynamic_lds_end - run->dynamic_lds));
       run_block();
     }
   }
