@@ -7,6 +7,8 @@
 //   tile_multiply(c, a, b)         c += a b of halves; tile_multiply_bfloat16 of bfloat16. Sums of a product's 16 terms
 //                                  are in the hardware's order, products along K in the order of the calls.
 //   tile_row(i), tile_column(i)    where c.v[i] of this lane lies, i < kTileRegisters: they cover the tile once.
+//   kStagedTiles                   copies to LDS run in the background, so that blocks are large and stage what they
+//   read.
 // All lanes take part. Each element of c depends on its own row of A and column of B alone.
 #pragma once
 

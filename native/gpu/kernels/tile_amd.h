@@ -7,6 +7,8 @@
 
 namespace apu::gpu {
 
+constexpr bool kStagedTiles = false; // copies to LDS pass through registers
+
 #if defined(__gfx90a__)
 constexpr u32 kTileRegisters = 4;
 constexpr u32 kTileDepth = 4; // elements along K that a lane holds

@@ -3,6 +3,8 @@
 
 namespace apu::gpu {
 
+constexpr bool kStagedTiles = true; // copies to LDS run in the background: gemm.h
+
 constexpr u32 kTileRegisters = 8;
 
 struct TileA {

@@ -4,6 +4,12 @@
 
 namespace apu::gpu {
 
+#if defined(APU_SHIM_STAGED)
+constexpr bool kStagedTiles = true;
+#else
+constexpr bool kStagedTiles = false;
+#endif
+
 constexpr u32 kTileDepth = 256 / kWaveSize; // elements along K of a lane
 constexpr u32 kTileRegisters = 256 / kWaveSize;
 

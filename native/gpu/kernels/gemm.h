@@ -1,0 +1,350 @@
+// GEMM: y (T,N) = activations (T,K) times weights (N,K) of any type, for more rows than a matvec takes.
+//
+// A block makes a tile of the result. Activations come as halves from a pass over the input (gemm_rows.h), with a power
+// of two for each row kept apart. Weights are read as they lie in the file, once for each tile of rows: 32 columns of
+// a row to a thread, which unpacks them to halves in LDS while the matrix units work on the step before. Where the
+// hardware copies to LDS in the background (`staged`) the file's bytes pass through LDS too, 16 at a time whatever
+// their alignment.
+//
+// A result's bits depend on its own row and on the weights: products are summed in float in the order of columns, in
+// splits that follow from N and K alone. One barrier a step: B has two buffers, A as many as copies need.
+#pragma once
+
+#include "activation.h"
+#include "gemm_args.h"
+#include "gemm_unpack.h"
+#include "matrix.h"
+#include "tile.h"
+
+namespace apu::gpu {
+
+// The end of a product: bias and activation are done, n counts the columns of side 0.
+APU_DEVICE void gemm_finish(const GemmArgs &g, u32 row, u32 n, float v) {
+  const u64 at = u64(row) * g.sides[0].w.rows + n;
+  if (g.soft_cap != 0) v = soft_cap(v, g.soft_cap);
+  if (g.residual) v += g.residual[at];
+  g.sides[0].out[at] = v;
+}
+APU_DEVICE float gemm_bias(const GemmSide &side, u32 n, float v) {
+  return side.bias ? v + side.bias[n] : v;
+}
+APU_DEVICE void gemm_store(const GemmArgs &g, u32 m, u32 row, u32 n, float v) {
+  const GemmSide &side = g.sides[m];
+  v = gemm_bias(side, n, v);
+  if (m == 0) return gemm_finish(g, row, n, v);
+  side.out[u64(row) * side.w.rows + n] = v;
+}
+APU_DEVICE void gemm_store_gated(const GemmArgs &g, u32 row, u32 n, float gate, float up) {
+  gate = gemm_bias(g.sides[0], n, gate);
+  up = gemm_bias(g.sides[1], n, up);
+  gemm_finish(g, row, n, gated_activation(g.activation, gate, up));
+}
+
+template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged> struct Gemm {
+  static constexpr GemmShape shape{Rows, Columns, Depth, Unit};
+  static constexpr u32 stride = shape.stride();
+  static constexpr u32 threads = shape.threads(), waves = threads / kWaveSize;
+  static constexpr u32 waves_n = waves == 8 && Rows == 128 ? 4 : 2, waves_m = waves / waves_n;
+  static constexpr u32 wave_rows = Rows / waves_m, wave_columns = Columns / waves_n;
+  static constexpr u32 tiles_m = wave_rows / 16, tiles_n = wave_columns / 16;
+  static constexpr u32 a_stages = gemm_a_stages(Staged), a_lead = a_stages - 1;
+  static constexpr bool raw = Staged && Weights::can_stage;
+  static constexpr u32 chunk_columns = Weights::chunk_columns, chunk_bytes = Weights::chunk_bytes;
+  static constexpr u32 chunk_steps = chunk_columns / Depth;
+  static constexpr u32 chunk_stride = gemm_chunk_stride(chunk_bytes), chunk_pieces = chunk_stride / 16;
+  static constexpr u32 chunk_stages = gemm_chunk_stages(chunk_columns, Depth);
+  static constexpr GemmLayout layout = gemm_layout(shape, Staged, chunk_columns, raw ? chunk_bytes : 0);
+  static constexpr u32 a_pieces = Rows * Depth / 8 / threads; // 16-byte pieces of A a thread copies in a step
+  static_assert(waves_m * waves_n == waves && tiles_n % 2 == 0 && a_pieces * threads * 8 == Rows * Depth);
+
+  const GemmArgs &g;
+  u8 *const lds = dynamic_shared();
+  u64 *const addresses = reinterpret_cast<u64 *>(lds + layout.addresses); // of the tile's rows of weights
+  u32 *const a_rows = reinterpret_cast<u32 *>(lds + layout.rows);
+  u32 *const out_rows = a_rows + Rows;
+  float *const scales = reinterpret_cast<float *>(lds + layout.scales);
+  u16 *const a_tiles = reinterpret_cast<u16 *>(lds + layout.a);
+  u16 *const b_tiles = reinterpret_cast<u16 *>(lds + layout.b);
+  u8 *const chunks = lds + layout.raw;
+  u32 count = 0;   // rows of this tile
+  u32 side = 0;    // 0 where it is gated
+  u32 n_begin = 0; // first column
+  u32 pass_steps = 0;
+  u32x4 pieces[Staged ? 1 : a_pieces];
+
+  APU_METHOD explicit Gemm(const GemmArgs &args) : g(args) {}
+
+  // Where the block stands; false where there is nothing to do.
+  APU_METHOD bool place() {
+    const u32 row_tile = block_id() % g.row_tiles, column_tile = block_id() / g.row_tiles;
+    u32 begin = row_tile * Rows, expert = 0;
+    if (g.tiles) {
+      if (row_tile >= *g.tile_count) return false;
+      const ExpertTile tile = g.tiles[row_tile];
+      expert = tile.expert;
+      begin = tile.begin;
+      count = tile.count;
+    } else {
+      const u32 rows = g.output_rows ? g.counts->outputs : g.counts->rows;
+      if (begin >= rows) return false;
+      count = rows - begin < Rows ? rows - begin : Rows;
+    }
+    if (g.activation) {
+      n_begin = column_tile * (Columns / 2);
+    } else {
+      for (side = 0; side + 1 < g.side_count && column_tile >= g.sides[side + 1].tile_begin;) ++side;
+      n_begin = (column_tile - g.sides[side].tile_begin) * Columns;
+    }
+    for (u32 r = thread_id(); r < Columns; r += threads) {
+      const Matrix &w = g.sides[g.activation ? r / 16 % 2 : side].w;
+      const u32 n = n_begin + (g.activation ? r / 32 * 16 + r % 16 : r);
+      addresses[r] = reinterpret_cast<u64>(matrix_row(w, u64(expert) * w.rows + (n < w.rows ? n : w.rows - 1)));
+    }
+    for (u32 r = thread_id(); r < Rows; r += threads) { // rows beyond `count` repeat the last
+      const u32 at = begin + (r < count ? r : count - 1), row = g.tiles ? g.pairs[at] : at;
+      out_rows[r] = row;
+      a_rows[r] = g.tiles ? row / g.row_divisor : row;
+      scales[r] = g.a_scale[a_rows[r]];
+    }
+    pass_steps = g.passes == 1 ? (g.k + Depth - 1) / Depth : g.columns / Depth;
+    block_sync();
+    return true;
+  }
+
+  // Rows of A at a step: begun early, ended where their place in LDS is free.
+  APU_METHOD const u16 *a_from(u32 step, u32 i) const {
+    const u32 at = thread_id() + i * threads, row = at / (Depth / 8), part = at % (Depth / 8);
+    return g.a + u64(a_rows[row]) * (g.passes * g.columns) + step / pass_steps * g.columns + step % pass_steps * Depth +
+           part * 8;
+  }
+  APU_METHOD u16 *a_to(u32 stage, u32 i) const {
+    const u32 at = thread_id() + i * threads;
+    return a_tiles + (stage * Rows + at / (Depth / 8)) * stride + at % (Depth / 8) * 8;
+  }
+  APU_METHOD void begin_a(u32 step, u32 stage) {
+#pragma unroll
+    for (u32 i = 0; i < a_pieces; ++i) {
+      if constexpr (Staged)
+        copy16_async(a_to(stage, i), a_from(step, i));
+      else
+        pieces[i] = load16(a_from(step, i));
+    }
+  }
+  APU_METHOD void end_a(u32 stage) {
+    if constexpr (!Staged) {
+#pragma unroll
+      for (u32 i = 0; i < a_pieces; ++i) store16(a_to(stage, i), pieces[i]);
+    }
+  }
+
+  // The file's bytes of chunk c of every row; chunks of a second pass are those of the first.
+  APU_METHOD void copy_chunk(u32 c, u32 chunk_end) {
+    if (c >= chunk_end) return;
+    const u32 row_bytes = Weights::row_bytes(g.k);
+    const u64 offset = u64(c % (g.columns / chunk_columns)) * chunk_bytes;
+    u8 *const to = chunks + c % chunk_stages * (Columns * chunk_stride);
+#pragma unroll
+    for (u32 i = 0; i < (Columns * chunk_pieces + threads - 1) / threads; ++i) {
+      const u32 at = thread_id() + i * threads, row = at / chunk_pieces, piece = at % chunk_pieces;
+      if (Columns * chunk_pieces % threads && at >= Columns * chunk_pieces) break;
+      const u64 begin = addresses[row], from = (begin + offset) / 16 * 16 + piece * 16;
+      if (from < begin + row_bytes) copy16_async(to + row * chunk_stride + piece * 16, reinterpret_cast<u8 *>(from));
+    }
+  }
+
+  // This thread's weights at a step. Beyond K and after the last step they are other ones times zero.
+  APU_METHOD void unpack(u32 step, u32 end, float power, u32 *out, float &bound) const {
+    const u32 row = thread_id() / (Depth / Unit), kstep = step % pass_steps;
+    const u32 last = (g.k + Unit - 1) / Unit - 1, wanted = kstep * (Depth / Unit) + thread_id() % (Depth / Unit);
+    const u32 at = wanted < last ? wanted : last;
+    const u32 chunk = kstep / chunk_steps, first = chunk * (chunk_columns / Unit);
+    if (step >= end || wanted > last) power = 0;
+    const u8 *p = reinterpret_cast<const u8 *>(addresses[row]);
+    if constexpr (raw) {
+      const u32 low = u32(addresses[row] + u64(chunk) * chunk_bytes) % 16;
+      p = chunks + (step / chunk_steps % chunk_stages * Columns + row) * chunk_stride + low;
+    } else {
+      p += u64(chunk) * chunk_bytes;
+    }
+    const u32 type = g.sides[g.activation ? row / 16 % 2 : side].w.type;
+    Weights::template unpack<Unit / 16>(type, p, at < first ? 0 : (at - first) * (Unit / 16),
+                                        g.k - chunk * chunk_columns, power, out, bound);
+  }
+  APU_METHOD void store_b(u32 stage, const u32 *words) {
+    u16 *const to =
+        b_tiles + (stage * Columns + thread_id() / (Depth / Unit)) * stride + thread_id() % (Depth / Unit) * Unit;
+#pragma unroll
+    for (u32 i = 0; i < Unit / 8; ++i)
+      store16(to + 8 * i, u32x4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+  }
+
+  APU_METHOD void multiply(u32 a_stage, u32 b_stage, TileC (&c)[tiles_m][tiles_n]) const {
+    const u16 *const a_from = a_tiles + (a_stage * Rows + wave_id() / waves_n * wave_rows) * stride;
+    const u16 *const b_from = b_tiles + (b_stage * Columns + wave_id() % waves_n * wave_columns) * stride;
+#pragma unroll
+    for (u32 k = 0; k < Depth; k += 16) {
+      TileA a[tiles_m];
+#pragma unroll
+      for (u32 i = 0; i < tiles_m; ++i) tile_load_a(a[i], a_from + i * 16 * stride + k, stride);
+#pragma unroll
+      for (u32 j = 0; j < tiles_n; ++j) {
+        TileB b;
+        tile_load_b(b, b_from + j * 16 * stride + k, stride);
+#pragma unroll
+        for (u32 i = 0; i < tiles_m; ++i) tile_multiply(c[i][j], a[i], b);
+      }
+    }
+  }
+
+  // All steps of this split; returns the largest magnitude of this thread's weights times power, or more.
+  APU_METHOD float steps(float power, TileC (&c)[tiles_m][tiles_n]) {
+#pragma unroll
+    for (u32 i = 0; i < tiles_m; ++i)
+#pragma unroll
+      for (u32 j = 0; j < tiles_n; ++j) tile_zero(c[i][j]);
+    const u32 all = g.passes * pass_steps, begin = block_id_y() * g.split_steps;
+    const u32 end = all - begin < g.split_steps ? all : begin + g.split_steps;
+    const u32 chunk_end = (end + chunk_steps - 1) / chunk_steps;
+    if constexpr (raw)
+      for (u32 i = 0; i + 1 < chunk_stages; ++i) copy_chunk(begin / chunk_steps + i, chunk_end);
+    if constexpr (Staged) {
+      begin_a(begin, 0);
+      copy_commit();
+      copy_wait<0>();
+    } else {
+      begin_a(begin, 0);
+      end_a(0);
+    }
+    block_sync();
+    float bound = 0;
+    u32 words[Unit / 2];
+    u32 a_now = 0, a_next = Staged ? 1 : 0;
+    if constexpr (Staged) {
+      if (begin + 1 < end) begin_a(begin + 1, 1);
+      if constexpr (raw) copy_chunk(begin / chunk_steps + chunk_stages - 1, chunk_end);
+      copy_commit();
+      a_next = 2;
+    }
+    unpack(begin, end, power, words, bound);
+    store_b(0, words);
+    const bool active = wave_id() / waves_n * wave_rows < count;
+    for (u32 step = begin + 1; step <= end; ++step) { // unpacks `step`, multiplies the one before
+      const u32 i = step - begin;
+      if constexpr (Staged) copy_wait<1>();
+      block_sync();
+      if constexpr (Staged) {
+        if (step + 1 < end) begin_a(step + 1, a_next);
+        if constexpr (raw)
+          if (i % chunk_steps == 0) copy_chunk(step / chunk_steps + chunk_stages - 1, chunk_end);
+        copy_commit();
+        a_next = a_next + 1 == a_stages ? 0 : a_next + 1;
+      } else {
+        begin_a(step < end ? step : begin, 0);
+      }
+      unpack(step, end, power, words, bound);
+      if (active) multiply(a_now, (i - 1) % 2, c);
+      if constexpr (!Staged) end_a(i % 2);
+      store_b(i % 2, words);
+      a_now = a_now + 1 == a_stages ? 0 : a_now + 1;
+    }
+    return bound;
+  }
+
+  // Up to 32 rows and 32 columns at a time through LDS, each wave its own part of what A and B took; then results of a
+  // row lie together. Of a gated pair they are 16 of the gate and 16 of up.
+  APU_METHOD void finish(float power, const TileC (&c)[tiles_m][tiles_n]) const {
+    constexpr u32 line = 36, group = tiles_m < 2 ? 1 : 2; // floats of a row, tiles of rows
+    static_assert(waves * group * 16 * line * 4 <= layout.raw - layout.a && tiles_m % group == 0);
+    float *const own = reinterpret_cast<float *>(a_tiles) + wave_id() * group * 16 * line;
+    const float inverse = 1.0f / power;
+#pragma unroll
+    for (u32 i = 0; i < tiles_m; i += group)
+#pragma unroll
+      for (u32 j = 0; j < tiles_n; j += 2) {
+#pragma unroll
+        for (u32 t = 0; t < group * 2; ++t)
+#pragma unroll
+          for (u32 r = 0; r < kTileRegisters; ++r)
+            own[(16 * (t / 2) + tile_row(r)) * line + 16 * (t % 2) + tile_column(r)] =
+                c[i + t / 2][j + t % 2].v[r] * inverse;
+        wave_sync();
+        store_group<group>(own, wave_id() / waves_n * wave_rows + 16 * i, wave_id() % waves_n * wave_columns + 16 * j);
+        wave_sync();
+      }
+  }
+  template <u32 Group> APU_METHOD void store_group(const float *from, u32 row_begin, u32 column_begin) const {
+    const u32 rows = count > row_begin ? (count - row_begin < 16 * Group ? count - row_begin : 16 * Group) : 0;
+    const u32 column = n_begin + (g.activation ? column_begin / 2 : column_begin);
+#pragma unroll 1
+    for (u32 at = lane_id(); at < rows * 32; at += kWaveSize) {
+      const u32 row = out_rows[row_begin + at / 32];
+      const float *p = from + at / 32 * 36 + at % 32;
+      const float scale = scales[row_begin + at / 32], v = *p * scale;
+      if (!g.activation)
+        store(side, row, column + at % 32, v);
+      else if (g.partial)
+        store(at / 16 % 2, row, column + at % 16, v);
+      else if (at % 32 < 16 && column + at % 16 < g.sides[0].w.rows)
+        gemm_store_gated(g, row, column + at % 16, v, p[16] * scale);
+    }
+  }
+  APU_METHOD void store(u32 m, u32 row, u32 n, float v) const {
+    if (n >= g.sides[m].w.rows) return;
+    if (g.partial)
+      g.partial[(u64(block_id_y()) * g.max_rows + row) * g.all_columns + g.sides[m].column_begin + n] = v;
+    else
+      gemm_store(g, m, row, n, v);
+  }
+
+  APU_METHOD void run() {
+    if (!place()) return;
+    TileC c[tiles_m][tiles_n];
+    float power = 1;
+    for (u32 again = 0; again < 2; ++again) {
+      const float own = steps(power, c);
+      if constexpr (raw) copy_wait<0>();
+      const float bound = block_max(own, reinterpret_cast<float *>(lds + layout.bounds), waves);
+      if (bound == 0 || (bound >= kTileLow && bound < kTileHigh) || !(bound < 3.4e38f)) break;
+      power = bits_to_float((254 + 13 - (float_to_bits(bound) >> 23)) << 23); // the bound comes to [2^13, 2^14)
+      block_sync();
+    }
+    finish(power, c);
+  }
+};
+
+constexpr GemmShape kLargeShape = kStagedTiles ? kGemmLarge : kGemmDirect;
+template <class Weights, GemmShape s> using GemmOf = Gemm<Weights, s.rows, s.columns, s.depth, s.unit, kStagedTiles>;
+
+// The kernels of a type: small blocks, for few rows of activations, and large ones.
+#define APU_GEMM(type, ...)                                                                                            \
+  APU_KERNEL((kGemmSmall.threads())) void gemm_##type##_small(GemmArgs g) {                                            \
+    GemmOf<__VA_ARGS__, kGemmSmall>(g).run();                                                                          \
+  }                                                                                                                    \
+  APU_KERNEL((kLargeShape.threads())) void gemm_##type##_large(GemmArgs g) {                                           \
+    GemmOf<__VA_ARGS__, kLargeShape>(g).run();                                                                         \
+  }
+
+// Adds splits in their order; a thread makes one element of a row, of sides 0 and 1 at once where they are gated.
+APU_DEVICE float gemm_sum(const GemmReduceArgs &a, u32 row, u32 column) {
+  const GemmArgs &g = a.gemm;
+  float sum = 0;
+  for (u32 s = 0; s < a.splits; ++s) sum += g.partial[(u64(s) * g.max_rows + row) * g.all_columns + column];
+  return sum;
+}
+APU_DEVICE void gemm_reduce_row(const GemmReduceArgs &a, u32 threads) {
+  const GemmArgs &g = a.gemm;
+  const u32 row = block_id_y();
+  if (row >= (g.output_rows ? g.counts->outputs : g.counts->rows)) return;
+  u32 n = block_id() * threads + thread_id();
+  if (g.activation) {
+    if (n < g.sides[0].w.rows)
+      gemm_store_gated(g, row, n, gemm_sum(a, row, n), gemm_sum(a, row, g.sides[1].column_begin + n));
+    return;
+  }
+  if (n >= g.all_columns) return;
+  u32 m = 0;
+  while (m + 1 < g.side_count && n >= g.sides[m + 1].column_begin) ++m;
+  gemm_store(g, m, row, n - g.sides[m].column_begin, gemm_sum(a, row, n));
+}
+
+} // namespace apu::gpu
