@@ -26,7 +26,8 @@ enum class Scratch : uint32_t {
   activations, // quantised rows of one op's input
   normed,      // float rows of it
   partial,     // attention's parts, products split over columns
-  experts,     // rows sorted by expert
+  experts,     // rows sorted by expert; the gate of a pair of two types
+  halves,      // rows of activations for matrix tiles
   scores,      // of a router
   sampler,
   rope,     // cos and sin of the step's positions

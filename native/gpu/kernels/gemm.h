@@ -18,9 +18,10 @@
 
 namespace apu::gpu {
 
-// The end of a product: bias and activation are done, n counts the columns of side 0.
+// The end of a product: bias and a pair's activation are done, n counts the columns of side 0.
 APU_DEVICE void gemm_finish(const GemmArgs &g, u32 row, u32 n, float v) {
   const u64 at = u64(row) * g.sides[0].w.rows + n;
+  if (g.gate) v = gated_activation(g.activation, g.gate[at], v);
   if (g.soft_cap != 0) v = soft_cap(v, g.soft_cap);
   if (g.residual) v += g.residual[at];
   g.sides[0].out[at] = v;
@@ -89,15 +90,15 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
       if (begin >= rows) return false;
       count = rows - begin < Rows ? rows - begin : Rows;
     }
-    if (g.activation) {
+    if (g.pair) {
       n_begin = column_tile * (Columns / 2);
     } else {
       for (side = 0; side + 1 < g.side_count && column_tile >= g.sides[side + 1].tile_begin;) ++side;
       n_begin = (column_tile - g.sides[side].tile_begin) * Columns;
     }
     for (u32 r = thread_id(); r < Columns; r += threads) {
-      const Matrix &w = g.sides[g.activation ? r / 16 % 2 : side].w;
-      const u32 n = n_begin + (g.activation ? r / 32 * 16 + r % 16 : r);
+      const Matrix &w = g.sides[g.pair ? r / 16 % 2 : side].w;
+      const u32 n = n_begin + (g.pair ? r / 32 * 16 + r % 16 : r);
       addresses[r] = reinterpret_cast<u64>(matrix_row(w, u64(expert) * w.rows + (n < w.rows ? n : w.rows - 1)));
     }
     for (u32 r = thread_id(); r < Rows; r += threads) { // rows beyond `count` repeat the last
@@ -166,7 +167,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     } else {
       p += u64(chunk) * chunk_bytes;
     }
-    const u32 type = g.sides[g.activation ? row / 16 % 2 : side].w.type;
+    const u32 type = g.sides[g.pair ? row / 16 % 2 : side].w.type;
     Weights::template unpack<Unit / 16>(type, p, at < first ? 0 : (at - first) * (Unit / 16),
                                         g.k - chunk * chunk_columns, power, out, bound);
   }
@@ -274,13 +275,13 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   }
   template <u32 Group> APU_METHOD void store_group(const float *from, u32 row_begin, u32 column_begin) const {
     const u32 rows = count > row_begin ? (count - row_begin < 16 * Group ? count - row_begin : 16 * Group) : 0;
-    const u32 column = n_begin + (g.activation ? column_begin / 2 : column_begin);
+    const u32 column = n_begin + (g.pair ? column_begin / 2 : column_begin);
 #pragma unroll 1
     for (u32 at = lane_id(); at < rows * 32; at += kWaveSize) {
       const u32 row = out_rows[row_begin + at / 32];
       const float *p = from + at / 32 * 36 + at % 32;
       const float scale = scales[row_begin + at / 32], v = *p * scale;
-      if (!g.activation)
+      if (!g.pair)
         store(side, row, column + at % 32, v);
       else if (g.partial)
         store(at / 16 % 2, row, column + at % 16, v);
@@ -336,7 +337,7 @@ APU_DEVICE void gemm_reduce_row(const GemmReduceArgs &a, u32 threads) {
   const u32 row = block_id_y();
   if (row >= (g.output_rows ? g.counts->outputs : g.counts->rows)) return;
   u32 n = block_id() * threads + thread_id();
-  if (g.activation) {
+  if (g.pair) {
     if (n < g.sides[0].w.rows)
       gemm_store_gated(g, row, n, gemm_sum(a, row, n), gemm_sum(a, row, g.sides[1].column_begin + n));
     return;

@@ -25,6 +25,7 @@ struct GemmArgs {
   const u16 *a;            // (rows, a_stride) halves: x 2^-e
   const float *a_scale;    // (rows) 2^e
   const float *x;          // (rows, K), of gemm_f32
+  const float *gate;       // (T, N) results of the gate, where its matrix is of another type than up's, or null
   const float *residual;   // (T, N) or null
   float *partial;          // (splits, max_rows, columns of all sides) or null: then out is written
   const ExpertTile *tiles; // null where there are no experts
@@ -32,7 +33,8 @@ struct GemmArgs {
   const u32 *pairs; // row * k + slot, by expert
   GemmSide sides[kGemmSides];
   u32 side_count;
-  u32 activation; // of sides 0 and 1, whose tiles are then interleaved
+  u32 activation; // of sides 0 and 1 where they are a pair, else of `gate` and side 0
+  u32 pair;       // sides 0 and 1 are gate and up: their tiles are interleaved, out is of side 0
   u32 output_rows;
   u32 row_tiles; // of the grid, which has row_tiles * column tiles blocks in x and splits in y
   u32 max_rows;  // of the bucket

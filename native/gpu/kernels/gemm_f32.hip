@@ -24,11 +24,11 @@ APU_KERNEL(kFloatThreads) void gemm_f32(GemmArgs g) {
     const u32 rows = g.output_rows ? g.counts->outputs : g.counts->rows;
     if (begin >= rows) return;
     count = rows - begin < kFloatTile ? rows - begin : kFloatTile;
-    if (!g.activation)
+    if (!g.pair)
       while (side + 1 < g.side_count && column_tile >= g.sides[side + 1].tile_begin) ++side;
   }
   const u32 n_begin = (column_tile - g.sides[side].tile_begin) * kFloatTile, n_count = g.sides[side].w.rows;
-  const u32 matrices = g.activation ? 2 : 1;
+  const u32 matrices = g.pair ? 2 : 1;
   const u32 load = thread_id() % 64, group = thread_id() / 64; // its row of a tile, 4 columns of 16
   const u32 at = begin + (load < count ? load : count - 1), pair = g.tiles ? g.pairs[at] : at;
   const float *const x = g.x + u64(g.tiles ? pair / g.row_divisor : pair) * g.k;
@@ -43,7 +43,7 @@ APU_KERNEL(kFloatThreads) void gemm_f32(GemmArgs g) {
       a[(4 * group + i) * line + load] = column < g.k ? x[column] : 0.0f;
     }
     if (group < matrices) { // a whole wave unpacks the same type
-      const Matrix &w = g.sides[g.activation ? group : side].w;
+      const Matrix &w = g.sides[g.pair ? group : side].w;
       float v[16];
       dequantize_any16(w.type, matrix_row(w, u64(expert) * w.rows + n), g.k, k / 16, v);
 #pragma unroll
@@ -75,7 +75,7 @@ APU_KERNEL(kFloatThreads) void gemm_f32(GemmArgs g) {
     for (u32 j = 0; j < 4; ++j) {
       const u32 column = n_begin + tx + j;
       if (column >= n_count) continue;
-      if (g.activation)
+      if (g.pair)
         gemm_store_gated(g, row, column, c[0][r][j], c[1][r][j]);
       else
         gemm_store(g, side, row, column, c[0][r][j]);
