@@ -1,4 +1,4 @@
-"""What tests of GEMM kernels share: the host's geometry (native/gpu/gemm.cpp), one launch, and the bound of its error."""
+"""What tests of GEMM kernels share: the host's geometry (native/gpu/gemm.cpp), a launch, the bound of its error."""
 
 from __future__ import annotations
 
@@ -68,6 +68,10 @@ def kernel_of(dtype: Q, large: bool, staged: bool, exact: bool = False) -> tuple
     )
 
 
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 @dataclass
 class Options:
     large: bool = False
@@ -87,7 +91,7 @@ class Options:
 
 def make_rows(shim: Shim, a: Quantized | Floats, k: int, passes: int = 1) -> tuple[Buffer, Buffer]:
     """Rows of halves and their scales, by gemm_rows."""
-    columns = -(-k // 256) * 256
+    columns = ceil_div(k, 256) * 256
     rows = len(a.q) // passes if isinstance(a, Quantized) else len(a)
     halves, scales = shim.output((rows, passes * columns), np.float16), shim.output(rows, np.float32)
     source = {"q": shim.input(a.q), "d": shim.input(a.d)} if isinstance(a, Quantized) else {"x": shim.input(a)}
@@ -132,13 +136,13 @@ def run_gemm(shim: Shim, a: Quantized | Floats, k: int, sides: list[Side], o: Op
         )
         column += n
         if first:
-            tile += -(-n // width)
-    columns = -(-k // 256) * 256
-    steps = -(-k // shape.depth) if passes == 1 else 2 * columns // shape.depth
+            tile += ceil_div(n, width)
+    columns = ceil_div(k, 256) * 256
+    steps = ceil_div(k, shape.depth) if passes == 1 else 2 * columns // shape.depth
     unit = max(256 // shape.depth, 1)
-    split_steps = -(-(-(-steps // o.splits)) // unit) * unit
-    splits = -(-steps // split_steps)
-    row_tiles = -(-bucket // shape.rows)
+    split_steps = ceil_div(ceil_div(steps, o.splits), unit) * unit
+    splits = ceil_div(steps, split_steps)
+    row_tiles = ceil_div(bucket, shape.rows)
     common: dict[str, Any] = {
         "counts": shim.input(shim.args("StepCounts", rows=rows)),
         "sides": fields + [{}] * (4 - len(fields)),
@@ -169,7 +173,7 @@ def run_gemm(shim: Shim, a: Quantized | Floats, k: int, sides: list[Side], o: Op
     if splits > 1:
         outputs = len(sides[0].weights) if o.pair else column
         reduce = shim.args("GemmReduceArgs", gemm=args, splits=splits)
-        shim.launch("gemm_reduce", (-(-outputs // 256), bucket), 256, reduce)
+        shim.launch("gemm_reduce", (ceil_div(outputs, 256), bucket), 256, reduce)
     return [out.array.copy() for out in outs]
 
 
