@@ -61,8 +61,4 @@ inline Device *as_gpu(apu_device *device) {
   return dynamic_cast<Device *>(device);
 }
 
-// The code object for `arch` in `folder`: the exact one, else the generic one of its family ("gfx11-generic"), or of a
-// lower minor number ("sm_90" for "sm_92"). Where there is none, an error that says how to build it.
-apu_status find_module(const char *kind, const std::string &arch, const std::string &folder, std::string &path);
-
 } // namespace apu::gpu

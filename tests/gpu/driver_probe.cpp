@@ -2,6 +2,7 @@
 // Statuses are APU_E_*; apu_last_error() has the text.
 #include "common.h"
 #include "gpu/driver.h"
+#include "gpu/module.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -113,4 +114,10 @@ PROBE int probe_graph_launch(void *graph, void *stream) {
 }
 PROBE int probe_graph_destroy(void *graph) {
   return driver->graph_destroy(graph);
+}
+PROBE int probe_find_module(const char *kind, const char *arch, const char *folder, char *path) {
+  std::string found;
+  TRY(find_module(kind, arch, folder, found));
+  std::snprintf(path, 1024, "%s", found.c_str());
+  return APU_OK;
 }

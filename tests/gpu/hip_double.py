@@ -70,6 +70,10 @@ class HipDouble:
         """Replaces what is arranged, and forgives an earlier fault: see `fault("...")` in tests/gpu/double."""
         self._library.apu_double_set(" ".join(f"{key}={value}" for key, value in faults.items()).encode())
 
+    def fail(self, error: str) -> None:
+        """A fault has happened: every call answers with this error from now on."""
+        self._library.apu_double_fail(error.encode())
+
     def live(self) -> dict[str, int]:
         """How many objects of each kind exist."""
         counts = (ctypes.c_uint64 * len(LIVE))()

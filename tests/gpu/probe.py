@@ -31,7 +31,8 @@ class Probe:
 
     def __init__(self, kind: str = "hip") -> None:
         native = ROOT / "native"
-        sources = [HERE / "driver_probe.cpp", *native.glob("gpu/driver*.cpp"), native / "plan/abi.cpp"]
+        sources = [HERE / "driver_probe.cpp", *native.glob("gpu/driver*.cpp"), native / "gpu/module.cpp"]
+        sources.append(native / "plan/abi.cpp")
         headers = [*native.glob("gpu/*.h"), native / "common.h", native / "include/apu.h"]
         flags = [f"-I{native}", f"-I{native / 'include'}"]
         self._library = ctypes.CDLL(str(shared_object("driver-probe", sources, headers, flags)))
@@ -55,6 +56,12 @@ class Probe:
         arch, numbers = ctypes.create_string_buffer(64), (ctypes.c_uint64 * len(PROPS))()
         self.call("props", index, arch, numbers)
         return {"arch": arch.value.decode(), **dict(zip(PROPS, numbers, strict=True))}
+
+    def find_module(self, kind: str, arch: str, folder: Path) -> str:
+        """Name of the file that is chosen."""
+        path = ctypes.create_string_buffer(1024)
+        self.call("find_module", kind.encode(), arch.encode(), str(folder).encode(), path)
+        return Path(path.value.decode()).name
 
     def host_alloc(self, nbytes: int) -> tuple[int, int]:
         host, device = ctypes.c_uint64(), ctypes.c_uint64()

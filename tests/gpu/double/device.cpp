@@ -88,6 +88,10 @@ HIP_API void apu_double_set(const char *faults) {
   s.faults_changed.notify_all();
 }
 
+HIP_API void apu_double_fail(const char *name) {
+  sticky_fault(std::strcmp(name, "hipErrorLaunchFailure") ? hipErrorIllegalAddress : hipErrorLaunchFailure, name);
+}
+
 HIP_API const char *apu_double_error() {
   static thread_local std::string copy;
   State &s = state();
