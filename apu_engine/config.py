@@ -115,6 +115,14 @@ class EngineConfig:
     prefetch: bool = option(
         "bool", True, "Read the whole file into the page cache while loading.", "--prefetch", group="model"
     )
+    graph: bool = option(
+        "bool",
+        True,
+        "On a GPU, replay steps as captured graphs; without, every kernel is launched by itself: slower, but a fault "
+        "names its op and kernel.",
+        "--graph",
+        group="model",
+    )
     copy_weights: bool = option(
         "bool",
         False,

@@ -33,7 +33,7 @@ class PlanOptions:
     """`ctx` tokens per sequence, pages reserved for `parallel` such sequences; limits of one step.
 
     `kv_type` "auto" is f32 when all matrices are F32, else f16; "q8_0" needs heads of whole blocks of 32.
-    `precision` "exact" keeps activations in float.
+    `precision` "exact" keeps activations in float. `graph` lets a GPU replay steps as captured graphs.
     """
 
     ctx: int
@@ -43,6 +43,7 @@ class PlanOptions:
     max_outputs: int = 64
     kv_type: str = "auto"
     precision: str = "default"
+    graph: bool = True
 
     def __post_init__(self) -> None:
         for name in ("ctx", "parallel", "max_rows", "max_sequences", "max_outputs"):
@@ -197,7 +198,7 @@ def load(
             region = Region.alloc(device, state.page_bytes * state.page_count)
             regions.append(region)
             state.address = region.address
-        native = Plan(device, spec)
+        native = Plan(device, spec, graph=options.graph)
     except BaseException:
         for region in regions:
             region.free()

@@ -294,6 +294,7 @@ def plan_options(config: EngineConfig, model: ModelFile) -> tuple[ContextChoice,
             max_outputs=outputs,
             kv_type=config.kv_type,
             precision=config.precision,
+            graph=config.graph,
         )
 
     scratch = arch.plan(model, options(1)).arena_bytes

@@ -59,10 +59,10 @@ class Plan:
     """A validated plan, ready to run. `slices` maps "forward" and "sample" to op ranges.
 
     Raises InvalidError or UnsupportedError naming the tensor or op that the device refuses, OutOfMemoryError
-    when the arena cannot be had.
+    when the arena cannot be had. Without `graph` a GPU launches kernels one by one.
     """
 
-    def __init__(self, device: Device, spec: PlanSpec) -> None:
+    def __init__(self, device: Device, spec: PlanSpec, *, graph: bool = True) -> None:
         self.spec = spec
         self.slices = spec.slices
         self._handle: Any = None
@@ -70,6 +70,7 @@ class Plan:
         self._pending: set[Event] = set()
         self._out = ffi.new("apu_event **")
         desc, keep = _describe(spec)
+        desc.flags = 0 if graph else lib.APU_PLAN_NO_GRAPH
         out = ffi.new("apu_plan **")
         check(lib.apu_plan_create(device.handle, desc, out))
         del keep

@@ -231,7 +231,7 @@ void StepMemory::rows(Launcher &launcher, const float *from, uint32_t width, uin
 }
 
 void StepMemory::mark(Launcher &launcher, uint32_t value) const {
-  launcher.launch(mark_, {1}, 32, StepMarkArgs{reinterpret_cast<u32 *>(cells_.device(4)), value});
+  launcher.launch(mark_, {1}, 64, StepMarkArgs{reinterpret_cast<u32 *>(cells_.device(4)), value});
 }
 
 apu_status StepMemory::set_turn(uint32_t turn) {

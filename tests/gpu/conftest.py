@@ -1,7 +1,12 @@
-"""The stand-in for libamdhip64, and a device that runs on it."""
+"""The stand-in for libamdhip64, and a device that runs on it.
+
+Tests of whole plans take `gpu`: the stand-in, or with APU_TEST_DEVICE=cuda (hip) in the environment the GPU of the
+machine, as scripts/gpu_verify.sh runs them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,3 +44,14 @@ def hip_device(hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatc
     with Device("hip") as device:
         yield device
         hip.set()  # so that closing works after an arranged fault
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """The GPU that plans are tested on."""
+    kind = os.environ.get("APU_TEST_DEVICE")
+    if kind is None:
+        yield request.getfixturevalue("hip_device")
+        return
+    with Device(kind) as device:
+        yield device

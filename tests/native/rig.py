@@ -1,7 +1,8 @@
 """Small plans made by hand, straight from the contract's structs, so that tests can also break every field.
 
 A Rig collects weights (numpy arrays in place), scratch, states and ops; `spec` holds plain dicts until `build`, which
-is where a test changes one value. Inputs of an op are made by EMBED from a float32 table whose rows are the wanted
+is where a test changes one value. On a GPU `build` copies weights and states to its memory, addresses as odd as they
+are here. Inputs of an op are made by EMBED from a float32 table whose rows are the wanted
 rows: `rig.input(x)`; logits come from `rig.logits(l)`, exactly.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine._native import NO_PAGE, NONE, PAGE_TOKENS, Device, check, ffi, lib
+from apu_engine._native import NO_PAGE, NONE, PAGE_TOKENS, Device, Region, check, ffi, lib
 
 Array = NDArray[Any]
 Q8_0 = "q8_0"
@@ -212,6 +213,11 @@ class Plan:
 
     def __init__(self, rig: Rig, device: Device) -> None:
         self.rig, self.device, self.handle = rig, device, None
+        self._regions: list[Region] = []
+        self._placed: list[tuple[int, int, int]] = []  # host address, bytes, device address
+        if device.props.kind != "cpu":
+            for array in rig.keep:
+                self._place(array)
         names, offsets = bytearray(), {}
         for name in {item["name"] for item in (*rig.tensors, *rig.states)}:
             offsets[name] = len(names)
@@ -219,6 +225,8 @@ class Plan:
 
         def resolve(item: dict[str, Any]) -> dict[str, Any]:
             out = {key: value for key, value in item.items() if key not in ("data", "keys", "type")}
+            if "address" in out:
+                out["address"] = self.address(out["address"])
             if "name" in out:
                 out["name"] = item.get("name_offset", offsets[item["name"]])
                 out.pop("name_offset", None)
@@ -258,8 +266,34 @@ class Plan:
             **rig.limits,
         }
         out = ffi.new("apu_plan **")
-        check(lib.apu_plan_create(device.handle, ffi.new("apu_plan_desc *", fields), out))
+        try:
+            check(lib.apu_plan_create(device.handle, ffi.new("apu_plan_desc *", fields), out))
+        except BaseException:
+            self.__exit__()
+            raise
         self.handle = out[0]
+
+    def _place(self, array: Array) -> None:
+        """Copies an array to the device, with room before and after it that kernels may read."""
+        room = 256
+        region = Region.alloc(self.device, array.nbytes + 3 * room)
+        self._regions.append(region)
+        address = region.address + room + array.ctypes.data % room
+        check(lib.apu_memory_copy(self.device.handle, address, array.ctypes.data, array.nbytes, 0, 1))
+        self._placed.append((array.ctypes.data, array.nbytes, address))
+
+    def address(self, host: int) -> int:
+        """Where the device has what lies at a host address of the rig."""
+        for begin, size, device in self._placed:
+            if begin <= host < begin + size:
+                return device + host - begin
+        return host
+
+    def fetch(self, array: Array) -> None:
+        """Brings an array of the rig (`memory(state)`) up to date with the device's."""
+        if self._placed:
+            address = self.address(array.ctypes.data)
+            check(lib.apu_memory_copy(self.device.handle, array.ctypes.data, address, array.nbytes, 1, 0))
 
     def __enter__(self) -> Plan:
         return self
@@ -268,6 +302,9 @@ class Plan:
         if self.handle is not None:
             lib.apu_plan_destroy(self.handle)
             self.handle = None
+        for region in self._regions:
+            region.free()
+        self._regions.clear()
 
     def submit(self, step: Step, first: int = 0, last: int | None = None) -> Any:
         out = ffi.new("apu_event **")

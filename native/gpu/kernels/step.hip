@@ -87,7 +87,7 @@ APU_KERNEL(256) void step_end(StepEndArgs a) {
 }
 
 // Where a submission has got to, for a fault's message.
-APU_KERNEL(32) void step_mark(StepMarkArgs a) {
+APU_KERNEL(64) void step_mark(StepMarkArgs a) {
   if (thread_id() == 0) *a.at = a.value;
 }
 
