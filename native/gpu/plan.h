@@ -151,7 +151,7 @@ private:
   uint32_t oldest_ = 0, next_ = 0;                     // turns: pending are [oldest_, next_)
   uint32_t cancelled_from_ = 0, cancelled_before_ = 0; // turns
   std::vector<int32_t> sampled_;                       // (max_outputs) as handed over
-  Clock::time_point last_end_;                         // of a submission, as seen
+  Clock::time_point last_end_, last_busy_;             // when a submission was seen to have ended, not to have ended
   std::atomic<bool> broken_{false};
   char broken_text_[kErrorBytes] = "";
 };

@@ -215,9 +215,17 @@ class Plan:
         self.rig, self.device, self.handle = rig, device, None
         self._regions: list[Region] = []
         self._placed: list[tuple[int, int, int]] = []  # host address, bytes, device address
-        if device.props.kind != "cpu":
-            for array in rig.keep:
-                self._place(array)
+        try:
+            if device.props.kind != "cpu":
+                for array in rig.keep:
+                    self._place(array)
+            self._create()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _create(self) -> None:
+        rig = self.rig
         names, offsets = bytearray(), {}
         for name in {item["name"] for item in (*rig.tensors, *rig.states)}:
             offsets[name] = len(names)
@@ -266,11 +274,7 @@ class Plan:
             **rig.limits,
         }
         out = ffi.new("apu_plan **")
-        try:
-            check(lib.apu_plan_create(device.handle, ffi.new("apu_plan_desc *", fields), out))
-        except BaseException:
-            self.__exit__()
-            raise
+        check(lib.apu_plan_create(self.device.handle, ffi.new("apu_plan_desc *", fields), out))
         self.handle = out[0]
 
     def _place(self, array: Array) -> None:
