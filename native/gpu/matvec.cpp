@@ -21,7 +21,6 @@ static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_AC
 
 namespace {
 
-constexpr MatvecKind kGeneral{"any", 1, 0, true};
 constexpr uint32_t kSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
 
 const char *tuned_name(uint32_t type) {
@@ -62,9 +61,10 @@ uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
 
 MatvecKind matvec_kind(uint32_t type, int32_t precision) {
   const char *name = tuned_name(type);
-  if (is_float(type)) return {name, 1, type == APU_F32 ? 4u : 2u, true};
-  if (!name || precision == APU_PRECISION_EXACT) return kGeneral;
-  MatvecKind kind{name, 0, 0, false};
+  if (is_float(type)) return {name, kFloatSet, 0, 0, true};
+  if (precision == APU_PRECISION_EXACT) return {"exact", kMatvecSet, 0, 0, true};
+  if (!name) return {"any", kMatvecSet, 0, 0, false};
+  MatvecKind kind{name, kMatvecSet, 0, 0, false};
   quant::with_block_type(type, [&]<class B>() {
     kind.elements = quant::Traits<B>::elements;
     kind.bytes = quant::Traits<B>::bytes;
@@ -74,11 +74,11 @@ MatvecKind matvec_kind(uint32_t type, int32_t precision) {
 
 MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props, uint32_t k, uint64_t rows, uint32_t r,
                                bool pair) {
-  const uint32_t columns = kItemColumns * props.wave_size, set = kind.floats ? kFloatSet : kMatvecSet;
+  const uint32_t columns = kItemColumns * props.wave_size, set = kind.set;
   MatvecGeometry g{};
   g.slices = (k + columns - 1) / columns;
   g.threads = kMatvecWaves * props.wave_size;
-  const uint32_t image = kind.floats ? 0 : columns / kind.elements * kind.bytes + kRowImageExtra;
+  const uint32_t image = kind.bytes ? columns / kind.elements * kind.bytes + kRowImageExtra : 0;
   const bool async = props.arch.starts_with("sm_"); // as kAsyncCopy
   const uint32_t images = kMatvecWaves * (async ? kMatvecStages : 1) * set * image;
   auto sums = [&](uint32_t splits, uint32_t steps) {

@@ -108,13 +108,34 @@ template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
 
 // What a block computes: rows [row_begin, row_begin + rows) of one matrix, or of two where `pair`. Sums are left in LDS
 // at sums[(slice * R + r) * set_rows + i], where i counts the block's rows set by set; in a pair's set gate and up
-// alternate.
+// alternate. Where matrices are experts' (E, N, K), `slots` of them are computed, slices counted through: those of slot
+// 1 follow those of slot 0, and its rows of activations are the next ones.
 struct MatvecWork {
   Matrix w, w2; // w2: up of a pair
   bool pair;
-  u64 first_row; // of the matrix that row 0 is, E * N where there are experts
   u32 row_begin, row_end;
   u32 slices, splits, steps;
+  const i32 *ids = nullptr; // (slots) experts
+  u32 experts = 0, slots = 1;
+  u32 columns = 0; // of a row of activations
+};
+
+// A slice of all that a block computes.
+struct MatvecSlice {
+  u32 slice; // of the row
+  u32 slot;
+  u64 first_row; // of the matrix that row 0 is, counted through the experts
+
+  static APU_METHOD MatvecSlice of(const MatvecWork &work, u32 i) {
+    if (!work.ids) return {i, 0, 0};
+    const u32 slot = i / work.slices, id = u32(work.ids[slot]);
+    // Ids are what ROUTE wrote, or anything where it has not run yet.
+    return {i % work.slices, slot, u64(id < work.experts ? id : work.experts - 1) * work.w.rows};
+  }
+  APU_METHOD ActivationRow row_of(const MatvecWork &work, const ActivationRow &r) const {
+    const u64 columns = u64(slot) * work.columns;
+    return {r.q + columns, r.d + columns / 16, r.s16 + columns / 16, r.x + u64(slot) * work.w.k};
+  }
 };
 
 // The block's LDS sums begin here.
@@ -145,7 +166,9 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     block_sync();
   }
 
-  for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
+  for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+    const MatvecSlice part = MatvecSlice::of(work, i);
+    const u32 slice = part.slice;
     const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
     // Address of row q of a set, null beyond the matrix.
     auto address = [&](u32 step, u32 q) -> const u8 * {
@@ -153,7 +176,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
       const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
       if (step >= work.steps || row >= work.row_end) return nullptr;
       const u8 *p =
-          work.pair && q % 2 ? matrix_row(work.w2, work.first_row + row) : matrix_row(work.w, work.first_row + row);
+          work.pair && q % 2 ? matrix_row(work.w2, part.first_row + row) : matrix_row(work.w, part.first_row + row);
       return p + slice * kSliceBytes;
     };
     auto chunks_of = [&](const u8 *p) { return (u32(reinterpret_cast<u64>(p) % 16) + bytes + 15) / 16; };
@@ -196,7 +219,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     typename Format::X x[R];
     if (valid) {
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows[r], item);
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], part.row_of(work, rows[r]), item);
     }
     u32 stage = 0;
     for (u32 step = 0; step < work.steps; ++step) {
@@ -234,7 +257,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
         const u32 value = lane / kLanes;
         if (lane % kLanes == 0)
-          sums[(slice * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
+          sums[(i * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
       }
       wave_sync();
       if constexpr (!kHold) {
@@ -296,8 +319,8 @@ template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   }
   const u32 set_rows = kMatvecWaves / a.splits * a.steps * kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
-  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
-                          rows);
+  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
+                           rows);
 
   const float *sums = Product::template sums<R>();
   const u32 results = R / a.terms; // 8 rows of terms are 4 of out
