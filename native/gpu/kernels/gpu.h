@@ -58,7 +58,8 @@ APU_DEVICE u32 wave_id() { // of the block
 // b, c): two halves in a u32. bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float
 // in namespace gpu: fma_f32 ... round_even_f32(x): to the nearest integer, ties to even. prefetch_global(p): a hint.
 // atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old value. device_fence(): earlier writes
-// of this thread are visible to the device before later ones.
+// of this thread are visible to the device before later ones. exp2_f32(x): 2^x, within 2 ulp; results below 2^-126 may
+// be 0.
 
 template <typename T> APU_DEVICE T wave_sum(T v) {
 #pragma unroll

@@ -203,6 +203,11 @@ APU_DEVICE float sqrt_f32(float x) {
 APU_DEVICE float exp_f32(float x) {
   return expf(x);
 }
+APU_DEVICE float exp2_f32(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 APU_DEVICE float log_f32(float x) {
   return logf(x);
 }

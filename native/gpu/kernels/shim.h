@@ -263,6 +263,9 @@ APU_DEVICE float sqrt_f32(float x) {
 APU_DEVICE float exp_f32(float x) {
   return __builtin_expf(x);
 }
+APU_DEVICE float exp2_f32(float x) {
+  return __builtin_exp2f(x);
+}
 APU_DEVICE float log_f32(float x) {
   return __builtin_logf(x);
 }
