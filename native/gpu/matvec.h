@@ -18,6 +18,11 @@ struct MatvecKind {
 // types in precision "exact".
 MatvecKind matvec_kind(uint32_t type, int32_t precision);
 
+constexpr uint32_t kMatvecSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
+
+// LDS of a block's staged rows.
+uint32_t matvec_image_bytes(const MatvecKind &kind, const DriverProps &props);
+
 struct MatvecGeometry {
   uint32_t slices, splits, steps; // as in MatvecArgs
   uint32_t block_rows;            // rows of the matrix (pairs of rows) that a block computes
