@@ -14,6 +14,18 @@ struct apu_region {
   std::vector<apu_chunk> chunks;
 };
 
+namespace apu {
+// The product of apu_kernel_matmul: sizes are positive and in range, the type has kernels.
+struct KernelProduct {
+  uint32_t dtype, precision;
+  const void *w;       // (N, K), host
+  uint64_t row_bytes;  // of w
+  uint64_t row_stride; // of w
+  const float *x;      // (T, K), host
+  uint32_t rows, n, k; // T, N, K
+};
+} // namespace apu
+
 struct apu_device {
   virtual ~apu_device() = default;
   virtual const char *kind() const = 0; // "cpu", "hip", "cuda"
@@ -25,6 +37,11 @@ struct apu_device {
   // `bytes` is positive. A host side is a host address, else a device address. Ends when the bytes are there.
   virtual apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) = 0;
   virtual apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) = 0;
+  // The kernels alone; see apu.h.
+  virtual apu_status kernel_matmul(const apu::KernelProduct &product, float *y) = 0;
+  virtual apu_status kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) = 0;
+  virtual apu_status kernel_time(const apu::KernelProduct &product, uint32_t count, uint32_t repeats,
+                                 double &nanoseconds) = 0;
 };
 
 namespace apu {

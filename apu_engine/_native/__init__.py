@@ -169,13 +169,29 @@ class Device:
         )
 
     def read_rate(self, address: int, nbytes: int, passes: int = 1) -> float:
-        """Bytes per second at which all workers together read a host range with plain loads: the best of `passes`.
+        """Bytes per second of plain reads of a range, by all workers or a whole GPU: the best of `passes`.
 
-        What bounds a product with weights that lie there. Raises InvalidError for an empty range.
+        What bounds a product with weights that lie there. `address` is the device's. Raises InvalidError for an
+        empty range.
         """
         rate = ffi.new("double *")
         check(lib.apu_kernel_read(self.handle, ffi.cast("void *", address), nbytes, passes, rate))
         return float(rate[0]) * 1e9
+
+    def matmul_time(
+        self, dtype: int, weights: Any, x: Any, *, copies: int, passes: int, precision: int = lib.APU_PRECISION_DEFAULT
+    ) -> float:
+        """Seconds of one product of x (T, K) float32 with weights (N, row bytes) uint8, on a GPU.
+
+        A graph holds products with `copies` of the weights; the median of `passes` runs of it.
+        """
+        (n, stride), (rows, k) = weights.shape, x.shape
+        found = ffi.new("double *")
+        data, floats = ffi.cast("void *", weights.ctypes.data), ffi.cast("float *", x.ctypes.data)
+        check(
+            lib.apu_kernel_time(self.handle, dtype, precision, data, stride, floats, rows, n, k, copies, passes, found)
+        )
+        return float(found[0]) * 1e-9
 
     def close(self) -> None:
         if self.handle is not None:

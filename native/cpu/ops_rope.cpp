@@ -1,9 +1,9 @@
 // ROPE_STORE: per-head norm and rotary embedding of q and k, and k and v into their pages, in one pass over the rows.
 //
 // Angles are position * frequency in double, their cos and sin rounded once; they are computed once per step for all
-// layers that rotate alike. YaRN (arXiv 2309.00071) interpolates the frequencies of the dimensions that turn rarely
-// over the original context and keeps those that turn often.
+// layers that rotate alike.
 #include "cpu/ops.h"
+#include "plan/rope.h"
 
 #include <cmath>
 #include <cstring>
@@ -12,24 +12,7 @@ namespace apu::cpu {
 
 RopeTable make_rope_table(const apu_op &op, const float *factors) {
   RopeTable table;
-  double dims = op.i[0], base = op.f[1], scale = op.f[2], mix = op.f[3];
-  auto turns_at = [&](double turns) { // the dimension that turns so often over the original context
-    return dims * std::log(op.i[2] / (turns * 2 * M_PI)) / (2 * std::log(base));
-  };
-  double low = 0, high = 0;
-  if (mix > 0) {
-    low = std::max(0.0, std::floor(turns_at(op.f[5])));
-    high = std::min(dims - 1, std::ceil(turns_at(op.f[6])));
-    if (high - low < 0.001) high = low + 0.001;
-  }
-  for (int i = 0; i < op.i[0] / 2; ++i) {
-    double own = std::pow(base, -2.0 * i / dims) / (factors ? double(factors[i]) : 1.0), f = own * scale;
-    if (mix > 0) {
-      double kept = (1 - std::clamp((i - low) / (high - low), 0.0, 1.0)) * mix; // share of the unscaled frequency
-      f = f * (1 - kept) + own * kept;
-    }
-    table.frequency.push_back(f);
-  }
+  table.frequency = rope_frequencies(op, factors);
   table.magnitude = op.f[4];
   return table;
 }

@@ -32,6 +32,9 @@ public:
   apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;
   apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) override;
   apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override;
+  apu_status kernel_matmul(const KernelProduct &product, float *y) override; // kernel_api.cpp
+  apu_status kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) override;
+  apu_status kernel_time(const KernelProduct &product, uint32_t count, uint32_t repeats, double &nanoseconds) override;
 
   apu_status use() { return driver_->use_device(index_); } // for the calling thread
   Driver &driver() const { return *driver_; }

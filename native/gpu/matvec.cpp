@@ -21,9 +21,6 @@ static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_AC
 
 namespace {
 
-constexpr MatvecKind kGeneral{"any", 1, 0, true};
-constexpr uint32_t kSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
-
 const char *tuned_name(uint32_t type) {
   switch (type) {
   case APU_F32: return "f32";
@@ -62,9 +59,10 @@ uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
 
 MatvecKind matvec_kind(uint32_t type, int32_t precision) {
   const char *name = tuned_name(type);
-  if (is_float(type)) return {name, 1, type == APU_F32 ? 4u : 2u, true};
-  if (!name || precision == APU_PRECISION_EXACT) return kGeneral;
-  MatvecKind kind{name, 0, 0, false};
+  if (is_float(type)) return {name, kFloatSet, 0, 0, true};
+  if (precision == APU_PRECISION_EXACT) return {"exact", kMatvecSet, 0, 0, true};
+  if (!name) return {"any", kMatvecSet, 0, 0, false};
+  MatvecKind kind{name, kMatvecSet, 0, 0, false};
   quant::with_block_type(type, [&]<class B>() {
     kind.elements = quant::Traits<B>::elements;
     kind.bytes = quant::Traits<B>::bytes;
@@ -72,15 +70,20 @@ MatvecKind matvec_kind(uint32_t type, int32_t precision) {
   return kind;
 }
 
+uint32_t matvec_image_bytes(const MatvecKind &kind, const DriverProps &props) {
+  if (!kind.bytes) return 0;
+  const uint32_t slice = kItemColumns * props.wave_size / kind.elements * kind.bytes;
+  const bool async = props.arch.starts_with("sm_"); // as kAsyncCopy
+  return kMatvecWaves * (async ? kMatvecStages : 1) * kind.set * (slice + kRowImageExtra);
+}
+
 MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props, uint32_t k, uint64_t rows, uint32_t r,
                                bool pair) {
-  const uint32_t columns = kItemColumns * props.wave_size, set = kind.floats ? kFloatSet : kMatvecSet;
+  const uint32_t columns = kItemColumns * props.wave_size, set = kind.set;
+  const uint32_t images = matvec_image_bytes(kind, props);
   MatvecGeometry g{};
   g.slices = (k + columns - 1) / columns;
   g.threads = kMatvecWaves * props.wave_size;
-  const uint32_t image = kind.floats ? 0 : columns / kind.elements * kind.bytes + kRowImageExtra;
-  const bool async = props.arch.starts_with("sm_"); // as kAsyncCopy
-  const uint32_t images = kMatvecWaves * (async ? kMatvecStages : 1) * set * image;
   auto sums = [&](uint32_t splits, uint32_t steps) {
     return uint32_t(sizeof(float)) * g.slices * r * set * steps * kMatvecWaves / splits;
   };
@@ -89,7 +92,7 @@ MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props,
   g.splits = 1;
   while (g.splits < kMatvecWaves && g.splits < g.slices && sets * g.splits < wanted) g.splits *= 2;
   g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / wanted, 1, 8));
-  while (g.steps > 1 && sums(g.splits, g.steps) > kSumBytes) --g.steps;
+  while (g.steps > 1 && sums(g.splits, g.steps) > kMatvecSumBytes) --g.steps;
   g.block_rows = set * g.steps * kMatvecWaves / g.splits / (pair ? 2 : 1);
   g.lds = images + sums(g.splits, g.steps);
   return g;

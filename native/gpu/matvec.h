@@ -7,14 +7,21 @@
 namespace apu::gpu {
 
 struct MatvecKind {
-  const char *name;  // of the kernels: matvec_<name>_r1 ...
-  uint32_t elements; // of a block, and its bytes
+  const char *name;  // of the kernels: matvec_<name>_r1 ..., expert_matvec_<name>
+  uint32_t set;      // rows of the matrix that a wave computes at once
+  uint32_t elements; // of a block, and its bytes, of kernels that stage rows; else 0
   uint32_t bytes;
-  bool floats; // reads Activations::x, not the quantised rows, and stages nothing
+  bool floats; // reads Activations::x, not the quantised rows
 };
 
-// For a type and APU_PRECISION_*. Types without kernels of their own, and precision "exact", take the general kind.
+// For a type and APU_PRECISION_*. Types without kernels of their own are of one kind ("any"), and so are all quantised
+// types in precision "exact".
 MatvecKind matvec_kind(uint32_t type, int32_t precision);
+
+constexpr uint32_t kMatvecSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
+
+// LDS of a block's staged rows.
+uint32_t matvec_image_bytes(const MatvecKind &kind, const DriverProps &props);
 
 struct MatvecGeometry {
   uint32_t slices, splits, steps; // as in MatvecArgs

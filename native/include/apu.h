@@ -374,16 +374,22 @@ APU_API apu_status apu_state_import(apu_plan *plan, uint32_t group, uint32_t pag
 
 /* ---- kernels alone, for tests and benchmarks --------------------------------------------------------------------- */
 
-/* y (T,N) = x (T,K) w(N,K)^T on the device's pool; w is one segment of `dtype`, `precision` APU_PRECISION_*. */
+/* y (T,N) = x (T,K) w(N,K)^T by the kernels of a plan; w is one segment of `dtype`, `precision` APU_PRECISION_*. All of
+ * them are host memory, which a GPU copies. */
 APU_API apu_status apu_kernel_matmul(apu_device *device, uint32_t dtype, uint32_t precision, const void *w,
                                      uint64_t row_stride, const float *x, float *y, uint32_t rows, uint32_t n,
                                      uint32_t k);
 /* out (rows, k) f32 from rows of `dtype`. */
 APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *out, uint64_t rows, uint64_t k);
-/* Plain reads of a range by all workers, each its contiguous part: the read limit of products with weights that lie
- * there. GB/s (1e9 bytes) of the best of `repeats` passes. */
+/* Plain reads of a range by all workers, each its contiguous part, or by a kernel of 16-byte loads: the read limit of
+ * products with weights that lie there. `in` is a device address. GB/s (1e9 bytes) of the best of `repeats` passes. */
 APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
                                    double *gb_per_s);
+/* Nanoseconds of one such product on a GPU: one graph holds a product with each of `count` copies of w, one after the
+ * other, the quantised input is made before; the median of `repeats` runs. */
+APU_API apu_status apu_kernel_time(apu_device *device, uint32_t dtype, uint32_t precision, const void *w,
+                                   uint64_t row_stride, const float *x, uint32_t rows, uint32_t n, uint32_t k,
+                                   uint32_t count, uint32_t repeats, double *nanoseconds);
 
 #ifdef __cplusplus
 }

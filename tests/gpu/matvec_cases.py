@@ -113,6 +113,7 @@ class Options:
     residual: Floats | None = None
     cap: float = 0
     terms: int = 1
+    set: int = 0  # rows of the matrix at once, 0: as the kernel's kind has them
     bucket: int = 0  # rows that the grid covers, 0: those of a
 
 
@@ -127,7 +128,7 @@ def run_matvec(
     lanes_k = shim.wave * ITEM
     slices = -(-k // lanes_k)
     elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
-    set_rows = (FLOAT_SET if floats else SET) * o.steps * WAVES // o.splits
+    set_rows = (o.set or (FLOAT_SET if floats else SET)) * o.steps * WAVES // o.splits
     block_rows = set_rows // 2 if o.pair else set_rows
     stages = 2  # more than needed where copies are not asynchronous
     lds = 4 * slices * o.r * set_rows

@@ -174,22 +174,6 @@ APU_DEVICE void store16(void *p, u32x4 v) {
 APU_DEVICE void copy16_async(void *shared, const void *global) {
   store16(shared, load16_stream(global));
 }
-typedef __attribute__((address_space(3))) u8 *SharedAddress;
-APU_DEVICE SharedAddress shared_address(void *p) {
-  return (SharedAddress)p;
-}
-APU_DEVICE u32 shared_load(SharedAddress a) {
-  return *(const __attribute__((address_space(3))) u32 *)a;
-}
-APU_DEVICE u32x4 shared_load16(SharedAddress a) {
-  return *(const __attribute__((address_space(3))) u32x4 *)a;
-}
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
-  return *a;
-}
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  *(__attribute__((address_space(3))) u32x4 *)a = load16_stream(global);
-}
 APU_DEVICE void copy_commit() {}
 template <int N> APU_DEVICE void copy_wait() {}
 APU_DEVICE void prefetch_global(const void *) {}
@@ -232,6 +216,9 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return __builtin_expf(x);
+}
+APU_DEVICE float exp2_f32(float x) {
+  return __builtin_amdgcn_exp2f(x);
 }
 APU_DEVICE float log_f32(float x) {
   return __builtin_logf(x);

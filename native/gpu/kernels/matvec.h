@@ -38,17 +38,17 @@ struct ActivationRow {
 
 // Words of a slice of a row in LDS, at any alignment. Offsets are bytes from the slice's start, -4 or more.
 struct RowImage {
-  SharedAddress bytes; // 16-byte aligned
-  u32 start;           // of the slice, 16 to 31
+  const u8 *bytes; // 16-byte aligned
+  u32 start;       // of the slice, 16 to 31
 
   // N words. The word after them is read too.
   template <u32 N> APU_METHOD void words(u32 offset, u32 (&out)[N]) const {
     const u32 at = start + offset, bits = at % 4 * 8;
-    const SharedAddress p = bytes + (at & ~3u);
-    u32 low = shared_load(p);
+    const u32 *p = reinterpret_cast<const u32 *>(bytes) + at / 4;
+    u32 low = p[0];
 #pragma unroll
     for (u32 i = 0; i < N; ++i) {
-      const u32 high = shared_load(p + 4 * (i + 1));
+      const u32 high = p[i + 1];
       out[i] = funnel_shift_right(low, high, bits);
       low = high;
     }
@@ -57,7 +57,7 @@ struct RowImage {
   template <u32 N> APU_METHOD void aligned_words(u32 offset, u32 (&out)[N]) const {
 #pragma unroll
     for (u32 i = 0; i < N; i += 4) {
-      const u32x4 v = shared_load16(bytes + (16 + offset) + 4 * i);
+      const u32x4 v = *reinterpret_cast<const u32x4 *>(bytes + 16 + offset + 4 * i);
       out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
     }
   }
@@ -67,7 +67,7 @@ struct RowImage {
     else
       words(offset, out);
   }
-  APU_METHOD u32 byte(u32 offset) const { return shared_load_u8(bytes + (start + offset)); }
+  APU_METHOD u32 byte(u32 offset) const { return bytes[start + offset]; }
   APU_METHOD u32 half(u32 offset) const { // bits of 16; those above them are undefined
     u32 v[1];
     words(offset, v);
@@ -108,13 +108,34 @@ template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
 
 // What a block computes: rows [row_begin, row_begin + rows) of one matrix, or of two where `pair`. Sums are left in LDS
 // at sums[(slice * R + r) * set_rows + i], where i counts the block's rows set by set; in a pair's set gate and up
-// alternate.
+// alternate. Where matrices are experts' (E, N, K), `slots` of them are computed, slices counted through: those of slot
+// 1 follow those of slot 0, and its rows of activations are the next ones.
 struct MatvecWork {
   Matrix w, w2; // w2: up of a pair
   bool pair;
-  u64 first_row; // of the matrix that row 0 is, E * N where there are experts
   u32 row_begin, row_end;
   u32 slices, splits, steps;
+  const i32 *ids = nullptr; // (slots) experts
+  u32 experts = 0, slots = 1;
+  u32 columns = 0; // of a row of activations
+};
+
+// A slice of all that a block computes.
+struct MatvecSlice {
+  u32 slice; // of the row
+  u32 slot;
+  u64 first_row; // of the matrix that row 0 is, counted through the experts
+
+  static APU_METHOD MatvecSlice of(const MatvecWork &work, u32 i) {
+    if (!work.ids) return {i, 0, 0};
+    const u32 slot = i / work.slices, id = u32(work.ids[slot]);
+    // Ids are what ROUTE wrote, or anything where it has not run yet.
+    return {i % work.slices, slot, u64(id < work.experts ? id : work.experts - 1) * work.w.rows};
+  }
+  APU_METHOD ActivationRow row_of(const MatvecWork &work, const ActivationRow &r) const {
+    const u64 columns = u64(slot) * work.columns;
+    return {r.q + columns, r.d + columns / 16, r.s16 + columns / 16, r.x + u64(slot) * work.w.k};
+  }
 };
 
 // The block's LDS sums begin here.
@@ -129,40 +150,49 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
   constexpr u32 kSet = kMatvecSet;
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
-  static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
+  static_assert(kSliceBytes % 16 == 0);
   // Without asynchronous copies the next set waits in registers while one is multiplied, where there are enough.
   constexpr bool kHold = !kAsyncCopy && R <= 2;
-  constexpr u32 kAhead = kHold ? 1 : kStages;     // sets that are fetched before one is multiplied
   constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
   const u32 wave = wave_uniform(wave_id()), lane = lane_id();
   const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits;
   const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
   const u32 row_bytes = k / Format::kElements * Format::kBytes;
-  const u32 set_rows = groups * work.steps * kSet, block_rows = work.pair ? set_rows / 2 : set_rows;
-  const u32 left = work.row_end - work.row_begin, count = left < block_rows ? left : block_rows;
-  const u64 first = work.first_row + work.row_begin;
-  const MatrixRows rows_of_w = matrix_rows(work.w, first, count);
-  const MatrixRows rows_of_w2 = work.pair ? matrix_rows(work.w2, first, count) : rows_of_w;
+  const u32 set_rows = groups * work.steps * kSet;
   u8 *images = dynamic_shared() + wave * (kStages * kSet * kImage);
-  const SharedAddress shared_images = shared_address(images);
-  const u32 step_rows = groups * (work.pair ? kSet / 2 : kSet), group_rows = group * (work.pair ? kSet / 2 : kSet);
   float *sums = matvec_sums<Format, R>();
   if constexpr (requires { Format::prepare(); }) {
     Format::prepare();
     block_sync();
   }
 
-  for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
+  for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+    const MatvecSlice part = MatvecSlice::of(work, i);
+    const u32 slice = part.slice;
     const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
     // Address of row q of a set, null beyond the matrix.
     auto address = [&](u32 step, u32 q) -> const u8 * {
-      const u32 row = step * step_rows + group_rows + (work.pair ? q / 2 : q);
-      if (step >= work.steps || row >= count) return nullptr;
+      const u32 set = step * groups + group;
+      const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
+      if (step >= work.steps || row >= work.row_end) return nullptr;
       const u8 *p =
-          work.pair && q % 2 ? row_of(rows_of_w2, work.w2, first, row) : row_of(rows_of_w, work.w, first, row);
+          work.pair && q % 2 ? matrix_row(work.w2, part.first_row + row) : matrix_row(work.w, part.first_row + row);
       return p + slice * kSliceBytes;
     };
-    auto place = [&](u32 stage, u32 q) { return (stage * kSet + q) * kImage + 16; };
+    auto chunks_of = [&](const u8 *p) { return (u32(reinterpret_cast<u64>(p) % 16) + bytes + 15) / 16; };
+    auto fetch_row = [&](const u8 *p, u32x4 *held, u8 *to) {
+      const u32 count = chunks_of(p);
+      const u8 *from = p - reinterpret_cast<u64>(p) % 16;
+#pragma unroll
+      for (u32 c = 0; c < kChunks; ++c) {
+        const u32 at = c * kWaveSize + lane;
+        if (at >= count) continue;
+        if constexpr (kAsyncCopy)
+          copy16_async(to + 16 * at, from + 16 * at);
+        else
+          held[c] = load16_stream(from + 16 * at);
+      }
+    };
     auto put_row = [&](const u32x4 *held, u8 *to) { // what was not fetched too: nobody reads it
 #pragma unroll
       for (u32 c = 0; c < kChunks; ++c) {
@@ -170,60 +200,33 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1) store16(to + 16 * at, held[c]);
       }
     };
+    auto place = [&](u32 stage, u32 q) { return images + (stage * kSet + q) * kImage + 16; };
     u32x4 held[kHold ? kSet : 1][kAsyncCopy ? 1 : kChunks];
-    // Of the slices in their images: of the sets to come, the next first, then of the last fetched. Rows beyond the
-    // matrix are multiplied too, whatever lies there.
-    u32 starts[kAhead + 1][kSet];
-#pragma unroll
-    for (u32 q = 0; q < kSet; ++q)
-#pragma unroll
-      for (u32 a = 0; a <= kAhead; ++a) starts[a][q] = 16;
     auto fetch = [&](u32 step, u32 stage) {
 #pragma unroll
       for (u32 q = 0; q < kSet; ++q) {
-        u32x4 *row = held[kHold ? q : 0];
-        if (const u8 *p = address(step, q)) {
-          const u32 shift = u32(reinterpret_cast<u64>(p) % 16), chunks = (shift + bytes + 15) / 16;
-          starts[kAhead][q] = 16 + shift;
-          const u8 *from = p - shift + 16 * lane;
-          const i32 mine = i32(chunks) - i32(lane);
-#pragma unroll
-          for (u32 c = 0; c < kChunks; ++c) {
-            if (mine <= i32(c * kWaveSize)) continue;
-            if constexpr (kAsyncCopy)
-              shared_copy16_async(shared_images + (place(stage, q) + 16 * lane) + c * kWaveSize * 16,
-                                  from + c * kWaveSize * 16);
-            else
-              row[c] = load16_stream(from + c * kWaveSize * 16);
-          }
-        }
-        if (!kAsyncCopy && !kHold) put_row(row, images + place(stage, q));
+        const u8 *p = address(step, q);
+        if (p) fetch_row(p, held[kHold ? q : 0], place(stage, q));
+        if (!kAsyncCopy && !kHold) put_row(held[0], place(stage, q));
       }
       copy_commit();
-#pragma unroll
-      for (u32 q = 0; q < kSet; ++q)
-#pragma unroll
-        for (u32 a = 0; a < kAhead; ++a) starts[a][q] = starts[a + 1][q];
     };
 
 #pragma unroll
-    for (u32 step = 0; step < kAhead; ++step) fetch(step, step);
+    for (u32 stage = 0; stage < kStages; ++stage) fetch(stage, stage);
     const u32 item = slice * kWaveSize + lane;
     const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
     typename Format::X x[R];
     if (valid) {
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows[r], item);
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], part.row_of(work, rows[r]), item);
     }
     u32 stage = 0;
     for (u32 step = 0; step < work.steps; ++step) {
-      u32 start[kSet];
-#pragma unroll
-      for (u32 q = 0; q < kSet; ++q) start[q] = starts[0][q];
       copy_wait<kStages - 1>();
       if constexpr (kHold) {
 #pragma unroll
-        for (u32 q = 0; q < kSet; ++q) put_row(held[q], images + place(0, q));
+        for (u32 q = 0; q < kSet; ++q) put_row(held[q], place(0, q));
         fetch(step + 1, 0);
       }
       wave_sync();
@@ -235,13 +238,11 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
           float part[R];
 #pragma unroll
           for (u32 r = 0; r < R; ++r) part[r] = 0;
-          u32 at = start[q];
-#pragma unroll
-          for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? start[other] : at;
-          const RowImage image{shared_images + (place(stage, q0 + q) - 16), at};
+          const u32 shift = u32(reinterpret_cast<u64>(address(step, q0 + q)) % 16);
+          const RowImage image{images + (stage * kSet + q0 + q) * kImage, 16 + shift};
           if (valid) {
             if constexpr (Format::kAligned) {
-              if (at == 16)
+              if (shift == 0)
                 Format::template multiply<true, R>(image, lane, x, part, full);
               else
                 Format::template multiply<false, R>(image, lane, x, part, full);
@@ -256,7 +257,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
         const u32 value = lane / kLanes;
         if (lane % kLanes == 0)
-          sums[(slice * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
+          sums[(i * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
       }
       wave_sync();
       if constexpr (!kHold) {
@@ -318,7 +319,7 @@ template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   }
   const u32 set_rows = kMatvecWaves / a.splits * a.steps * kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
-  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
+  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
                            rows);
 
   const float *sums = Product::template sums<R>();

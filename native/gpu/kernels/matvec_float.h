@@ -61,37 +61,37 @@ template <class Weights> struct FloatProduct {
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
     const u32 wave = wave_uniform(wave_id()), lane = lane_id(), k = work.w.k;
     const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits, set_rows = groups * work.steps * kSet;
-    const u32 block_rows = work.pair ? set_rows / 2 : set_rows, left = work.row_end - work.row_begin;
-    const u32 count = left < block_rows ? left : block_rows;
-    const u64 first = work.first_row + work.row_begin;
-    const MatrixRows rows_of_w = matrix_rows(work.w, first, count);
-    const MatrixRows rows_of_w2 = work.pair ? matrix_rows(work.w2, first, count) : rows_of_w;
     float *to = sums<R>();
     for (u32 step = 0; step < work.steps; ++step) {
       const u32 set = step * groups + group;
-      const u8 *w[kSet];
-      bool aligned = k % 8 == 0 && reinterpret_cast<u64>(rows[0].x) % 16 == 0;
+      for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+        const MatvecSlice part = MatvecSlice::of(work, i);
+        ActivationRow x[R];
 #pragma unroll
-      for (u32 q = 0; q < kSet; ++q) { // rows beyond the matrix: the last one again, of no use
-        u32 row = work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q;
-        if (row >= count) row = count - 1;
-        w[q] = work.pair && q % 2 ? row_of(rows_of_w2, work.w2, first, row) : row_of(rows_of_w, work.w, first, row);
-        aligned = aligned && reinterpret_cast<u64>(w[q]) % 16 == 0;
-      }
-      for (u32 slice = wave % work.splits; slice < work.slices; slice += work.splits) {
+        for (u32 r = 0; r < R; ++r) x[r] = part.row_of(work, rows[r]);
+        const u8 *w[kSet];
+        bool aligned = k % 8 == 0 && reinterpret_cast<u64>(x[0].x) % 16 == 0;
+#pragma unroll
+        for (u32 q = 0; q < kSet; ++q) { // rows beyond the matrix: the last one again, of no use
+          u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
+          if (row >= work.row_end) row = work.row_end - 1;
+          w[q] =
+              work.pair && q % 2 ? matrix_row(work.w2, part.first_row + row) : matrix_row(work.w, part.first_row + row);
+          aligned = aligned && reinterpret_cast<u64>(w[q]) % 16 == 0;
+        }
         float sum[kSet * R];
 #pragma unroll
         for (u32 v = 0; v < kSet * R; ++v) sum[v] = 0;
-        const u32 begin = slice * kWaveSize * kItemColumns;
+        const u32 begin = part.slice * kWaveSize * kItemColumns;
         const u32 end = begin + kWaveSize * kItemColumns < k ? begin + kWaveSize * kItemColumns : k;
         if (aligned)
-          add<true, R>(w, rows, begin, end, sum);
+          add<true, R>(w, x, begin, end, sum);
         else
-          add<false, R>(w, rows, begin, end, sum);
+          add<false, R>(w, x, begin, end, sum);
         const float total = wave_sums(sum);
         constexpr u32 kLanes = kWaveSize / (kSet * R);
         const u32 value = lane / kLanes;
-        if (lane % kLanes == 0) to[(slice * R + value % R) * set_rows + set * kSet + value / R] = total;
+        if (lane % kLanes == 0) to[(i * R + value % R) * set_rows + set * kSet + value / R] = total;
       }
     }
     block_sync();

@@ -153,33 +153,6 @@ APU_DEVICE void copy16_async(void *shared, const void *global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
 }
-typedef u32 SharedAddress;
-// ptxas computes the address of a shared variable anew, with a slow special register, wherever it is used; what a
-// shuffle returned it must keep.
-APU_DEVICE SharedAddress shared_address(void *p) {
-  return wave_shuffle(u32(__cvta_generic_to_shared(p)), 0);
-}
-APU_DEVICE u32 shared_load(SharedAddress a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-APU_DEVICE u32x4 shared_load16(SharedAddress a) {
-  u32x4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(a)
-               : "memory");
-  return v;
-}
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
-  u32 v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a), "l"(global) : "memory");
-}
 APU_DEVICE void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -229,6 +202,11 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return expf(x);
+}
+APU_DEVICE float exp2_f32(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 APU_DEVICE float log_f32(float x) {
   return logf(x);

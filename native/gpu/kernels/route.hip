@@ -5,8 +5,9 @@
 // number of rows. The norm is part of it: products are linear, so that x * norm * w is summed beside x * x and scaled
 // last. route_choose ranks every expert against all others, which needs no rounds: a rank below k is a place.
 #include "dequantize.h"
+#include "matrix.h"
 #include "route.h"
-#include "row_address.h"
+#include "row_count.h"
 
 using namespace apu::gpu;
 
@@ -90,7 +91,7 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route
   const u8 *w[Experts];
   const float *x[Rows];
 #pragma unroll
-  for (u32 e = 0; e < Experts; ++e) w[e] = row_address(a.router, e0 + e < experts ? e0 + e : experts - 1);
+  for (u32 e = 0; e < Experts; ++e) w[e] = matrix_row(a.router, e0 + e < experts ? e0 + e : experts - 1);
 #pragma unroll
   for (u32 t = 0; t < Rows; ++t) x[t] = a.in + u64(t0 + t < rows ? t0 + t : rows - 1) * d;
 

@@ -3,7 +3,8 @@
 // embed moves one row of the table and 4 D bytes, the norms 8 D bytes (12 D with a residual). All of it is in the
 // caches but the table; what counts is the latency of a launch, so that a row's values are read twice instead of kept.
 #include "dequantize.h"
-#include "row_address.h"
+#include "matrix.h"
+#include "row_count.h"
 
 using namespace apu::gpu;
 
@@ -18,7 +19,7 @@ APU_KERNEL(kRowThreads) void embed(EmbedArgs a) {
     for (u32 i = thread_id(); i < d; i += kRowThreads) out[i] = bits_to_float(0x7fc00000u);
     return;
   }
-  const u8 *in = row_address(a.table, u64(token));
+  const u8 *in = matrix_row(a.table, u64(token));
   for (u32 g = thread_id(); 16 * g < d; g += kRowThreads) {
     float v[16];
     dequantize_any16(a.table.type, in, d, g, v);

@@ -187,22 +187,6 @@ APU_DEVICE void copy16_async(void *shared, const void *global) {
   else
     fiber.copies.push_back({shared, global, fiber.groups});
 }
-typedef u8 *SharedAddress;
-APU_DEVICE SharedAddress shared_address(void *p) {
-  return static_cast<u8 *>(p);
-}
-APU_DEVICE u32 shared_load(SharedAddress a) {
-  return *reinterpret_cast<const u32 *>(a); // alignment is checked
-}
-APU_DEVICE u32x4 shared_load16(SharedAddress a) {
-  return *reinterpret_cast<const u32x4 *>(a);
-}
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
-  return *a;
-}
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  copy16_async(a, global);
-}
 APU_DEVICE void copy_commit() {
   ++shim::run->fibers[thread_id()].groups;
 }
@@ -278,6 +262,9 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return __builtin_expf(x);
+}
+APU_DEVICE float exp2_f32(float x) {
+  return __builtin_exp2f(x);
 }
 APU_DEVICE float log_f32(float x) {
   return __builtin_logf(x);

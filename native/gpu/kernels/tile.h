@@ -9,6 +9,15 @@
 //   tile_row(i), tile_column(i)    where c.v[i] of this lane lies, i < kTileRegisters: they cover the tile once.
 //   kStagedTiles                   copies to LDS run in the background, so that blocks are large and stage what they
 //   read.
+//   tile_lines_a(a, lines), tile_lines_b(b, lines)   two tiles of A or B (32 of K) from what this lane read itself, of
+//                                  device memory too: of each line i < kTileLines, row tile_line_row(i), the
+//                                  2 * kTileDepth neighbours along K from tile_line_begin() on, as words of two. They
+//                                  cover 16 rows and 32 of K once (gfx11: twice); which of the two tiles has which is
+//                                  the target's matter, the same for A and B.
+//   tile_line_max(v), tile_line_sum(v)   over the lanes that hold parts of the same rows.
+//   tile_of_column(v, i)           v of the lane whose line 0 is row tile_column(i) of B, i < kTileFewRegisters.
+//   tile_multiply_few(c, a, b)     the same product, of which columns from kTileFew on are not needed: their registers,
+//                                  from kTileFewRegisters on, and lines 1 of b stay unused.
 // All lanes take part. Each element of c depends on its own row of A and column of B alone.
 #pragma once
 

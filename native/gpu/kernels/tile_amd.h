@@ -72,6 +72,50 @@ APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b)
 #endif
 }
 
+constexpr u32 kTileLines = 1;
+struct TileLines {
+  u32 v[kTileLines][kTileDepth];
+};
+typedef u32 tile_words __attribute__((ext_vector_type(kTileDepth / 2)));
+APU_DEVICE u32 tile_line_row(u32) {
+  return amd_lane() % 16;
+}
+APU_DEVICE u32 tile_line_begin() {
+  return 2 * tile_depth_begin();
+}
+APU_DEVICE tile_halves tile_half_line(const TileLines &lines, u32 begin) {
+  tile_words words;
+#pragma unroll
+  for (u32 i = 0; i < kTileDepth / 2; ++i) words[i] = lines.v[0][begin + i];
+  return __builtin_bit_cast(tile_halves, words);
+}
+APU_DEVICE void tile_lines_a(TileA (&a)[2], const TileLines &lines) {
+  a[0].v = tile_half_line(lines, 0);
+  a[1].v = tile_half_line(lines, kTileDepth / 2);
+}
+APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
+  b[0].v = tile_half_line(lines, 0);
+  b[1].v = tile_half_line(lines, kTileDepth / 2);
+}
+
+APU_DEVICE float tile_line_max(float v) {
+#pragma unroll
+  for (u32 mask = 16; mask < kWaveSize && kTileDepth < 16; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  return v;
+}
+APU_DEVICE float tile_line_sum(float v) {
+#pragma unroll
+  for (u32 mask = 16; mask < kWaveSize && kTileDepth < 16; mask *= 2) v += wave_shuffle_xor(v, mask);
+  return v;
+}
+constexpr u32 kTileFew = 16, kTileFewRegisters = kTileRegisters;
+APU_DEVICE float tile_of_column(float v, u32) {
+  return v;
+}
+APU_DEVICE void tile_multiply_few(TileC &c, const TileA &a, const TileB &b) {
+  tile_multiply(c, a, b);
+}
+
 APU_DEVICE u32 tile_row(u32 i) {
 #if defined(__GFX11__)
   return 2 * i + amd_lane() / 16;

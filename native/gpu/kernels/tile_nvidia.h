@@ -40,13 +40,15 @@ APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
                : "memory");
 }
 
+APU_DEVICE void nvidia_multiply(float *c, const TileA &a, const u32 *b) { // 8 columns
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b[0]), "r"(b[1]));
+}
 APU_DEVICE void tile_multiply(TileC &c, const TileA &a, const TileB &b) {
-#pragma unroll
-  for (u32 h = 0; h < 2; ++h)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c.v[4 * h]), "+f"(c.v[4 * h + 1]), "+f"(c.v[4 * h + 2]), "+f"(c.v[4 * h + 3])
-        : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[2 * h]), "r"(b.v[2 * h + 1]));
+  nvidia_multiply(c.v, a, b.v);
+  nvidia_multiply(c.v + 4, a, b.v + 2);
 }
 APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b) {
 #pragma unroll
@@ -55,6 +57,42 @@ APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b)
         "{%0, %1, %2, %3};"
         : "+f"(c.v[4 * h]), "+f"(c.v[4 * h + 1]), "+f"(c.v[4 * h + 2]), "+f"(c.v[4 * h + 3])
         : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b.v[2 * h]), "r"(b.v[2 * h + 1]));
+}
+
+constexpr u32 kTileDepth = 4;
+constexpr u32 kTileLines = 2;
+struct TileLines {
+  u32 v[kTileLines][kTileDepth];
+};
+APU_DEVICE u32 tile_line_row(u32 i) {
+  return threadIdx.x % 32 / 4 + 8 * i;
+}
+APU_DEVICE u32 tile_line_begin() {
+  return threadIdx.x % 4 * 8;
+}
+APU_DEVICE void tile_lines_a(TileA (&a)[2], const TileLines &lines) {
+#pragma unroll
+  for (u32 i = 0; i < 8; ++i) a[i / 4].v[i % 4] = lines.v[i % 2][i / 2];
+}
+APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
+#pragma unroll
+  for (u32 i = 0; i < 8; ++i) b[i / 4].v[i % 4] = lines.v[i / 2 % 2][i / 4 * 2 + i % 2];
+}
+
+APU_DEVICE float tile_line_max(float v) {
+  v = max_f32(v, wave_shuffle_xor(v, 1));
+  return max_f32(v, wave_shuffle_xor(v, 2));
+}
+APU_DEVICE float tile_line_sum(float v) {
+  v += wave_shuffle_xor(v, 1);
+  return v + wave_shuffle_xor(v, 2);
+}
+constexpr u32 kTileFew = 8, kTileFewRegisters = 4;
+APU_DEVICE float tile_of_column(float v, u32 i) {
+  return wave_shuffle(v, (threadIdx.x % 4 * 2 + i % 2) * 4);
+}
+APU_DEVICE void tile_multiply_few(TileC &c, const TileA &a, const TileB &b) {
+  nvidia_multiply(c.v, a, b.v);
 }
 
 APU_DEVICE u32 tile_row(u32 i) {

@@ -41,11 +41,41 @@ APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
   for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = from[(shim_lane() / 16 * kTileDepth + i) * stride + shim_lane() % 16];
 }
 
-APU_DEVICE u32 tile_row(u32 i) {
-  return shim_lane() / 16 * kTileRegisters + i;
+constexpr u32 kTileLines = 1;
+struct TileLines {
+  u32 v[kTileLines][kTileDepth];
+};
+APU_DEVICE u32 tile_line_row(u32) {
+  return shim_lane() % 16;
 }
+APU_DEVICE u32 tile_line_begin() {
+  return shim_lane() / 16 * 2 * kTileDepth;
+}
+APU_DEVICE void tile_lines_a(TileA (&a)[2], const TileLines &lines) {
+  for (u32 i = 0; i < 2 * kTileDepth; ++i) a[i / kTileDepth].v[i % kTileDepth] = u16(lines.v[0][i / 2] >> i % 2 * 16);
+}
+APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
+  for (u32 i = 0; i < 2 * kTileDepth; ++i) b[i / kTileDepth].v[i % kTileDepth] = u16(lines.v[0][i / 2] >> i % 2 * 16);
+}
+
 APU_DEVICE u32 tile_column(u32) {
   return shim_lane() % 16;
+}
+APU_DEVICE float tile_line_max(float v) {
+  for (u32 mask = 16; mask < kWaveSize; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  return v;
+}
+APU_DEVICE float tile_line_sum(float v) {
+  for (u32 mask = 16; mask < kWaveSize; mask *= 2) v += wave_shuffle_xor(v, mask);
+  return v;
+}
+constexpr u32 kTileFew = 16, kTileFewRegisters = kTileRegisters;
+APU_DEVICE float tile_of_column(float v, u32) {
+  return v;
+}
+
+APU_DEVICE u32 tile_row(u32 i) {
+  return shim_lane() / 16 * kTileRegisters + i;
 }
 
 struct ShimLines {
@@ -72,6 +102,9 @@ APU_DEVICE void shim_multiply(TileC &c, const TileA &a, const TileB &b, Convert 
 }
 APU_DEVICE void tile_multiply(TileC &c, const TileA &a, const TileB &b, u32 line = __builtin_LINE()) {
   shim_multiply(c, a, b, [](u16 v) { return half_to_float(v); }, line);
+}
+APU_DEVICE void tile_multiply_few(TileC &c, const TileA &a, const TileB &b, u32 line = __builtin_LINE()) {
+  tile_multiply(c, a, b, line);
 }
 APU_DEVICE void tile_multiply_bfloat16(TileC &c, const TileA &a, const TileB &b, u32 line = __builtin_LINE()) {
   shim_multiply(c, a, b, [](u16 v) { return bfloat16_to_float(v); }, line);

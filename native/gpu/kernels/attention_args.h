@@ -1,0 +1,85 @@
+// Arguments of rope_store and of the attention kernels, and where the elements of a page lie; host and device.
+//
+// A head's part of a page holds 128 positions. Keys lie in rows, so that a lane reads neighbouring elements of one
+// position; F16 and Q8_0 values lie transposed in tiles of 32 positions, so that a lane reads neighbouring positions of
+// one element: each is the contiguous side of an operand of a matrix tile, and a part is read once, in its order.
+//   keys    F32, F16  (128, d)
+//           Q8_0      quants (128, d) int8, then scales (128, d/32) F16
+//   values  F32       (128, d)
+//           F16       (4, d, 32)
+//           Q8_0      quants (4, d, 32) int8, then scales (4, d/32, 32) F16
+#pragma once
+
+#include "common.h"
+
+namespace apu::gpu {
+
+constexpr u32 kF32 = 0, kF16 = 1, kQ8 = 8; // APU_F32, APU_F16, APU_Q8_0
+constexpr u32 kValueTile = 32;             // positions
+constexpr u32 kScaleBlock = 32;            // elements of a Q8_0 block
+
+struct RopeStoreArgs {
+  StepView step;
+  PagedState k_state, v_state;
+  float *q;             // (T, H, d), rotated in place
+  const float *k;       // (T, K, d)
+  const float *v;       // (T, K, dv)
+  const float *q_norm;  // (d) or null
+  const float *k_norm;  // (d) or null
+  const double *turns;  // (pairs) quarter turns for each position
+  const float *factors; // (pairs) divide them, or null
+  float eps, magnitude;
+  u32 heads; // H
+  u32 pairs;
+  u32 halves; // 1: pair i is (i, i + pairs), 0: (2 i, 2 i + 1)
+};
+
+// Queries of a kv head are handled in chunks: `chunk_rows` rows of one sequence times `chunk_heads` heads. Contexts are
+// cut into spans at multiples of kSpan; a span of a chunk is an item of work and gives a part (maximum, sum,
+// accumulator of each query vector), which the last block of the chunk adds up in order.
+constexpr u32 kSpan = 512;
+
+struct AttentionArgs {
+  StepView step;
+  PagedState k_state, v_state;
+  const float *q;     // (T, H, d)
+  const float *sinks; // (H) or null
+  float *out;         // (T, H, dv)
+  float scale, cap;   // cap 0: none
+  u32 heads;          // H
+  u32 group;          // H / K
+  u32 chunk_rows;
+  u32 chunk_heads;
+  u32 head_chunks;        // of a kv head: group / chunk_heads, rounded up
+  u32 min_rows, max_rows; // sequences with so many rows in the step are this kernel's
+  float *parts;           // (slots, slot_floats)
+  u32 slots;
+  u32 slot_floats; // at least part_floats(chunk_rows * chunk_heads, dv)
+  u32 *counters;   // (T, K, head chunks), zero
+};
+
+// Kernels on matrix tiles: 16 query vectors a wave, 32 positions at a time, head sizes up to `most` (64, 128, 256).
+constexpr u32 kTileVectors = 16;
+constexpr u32 kTileKeys = 32;
+constexpr u32 kAttentionThreads = 256;
+// Halves between queries in LDS: an odd multiple of 32, so that quads of lanes meet no bank twice.
+template <u32 Most> constexpr u32 kQueryStride = Most / 32 % 2 ? Most : Most + 32;
+// 32-bit words of a wave's scores (16, 33) f32, exponentials (16, 32) f16 and factors (16).
+constexpr u32 kScoreRow = kTileKeys + 1;
+constexpr u32 kWaveWords = kTileVectors * kScoreRow + kTileVectors * kTileKeys / 2 + kTileVectors;
+// Of a span's LDS: queries and the waves' own, then the waves' accumulators.
+template <u32 Most, u32 Waves> constexpr u32 kOwnWords = kTileVectors * kQueryStride<Most> / 2 + Waves * kWaveWords;
+template <u32 Most, u32 Waves>
+constexpr u32 kSpanWords = kOwnWords<Most, Waves> > kTileVectors *Most ? kOwnWords<Most, Waves> : kTileVectors * Most;
+template <u32 Most, u32 Waves>
+constexpr u32 kSpanLds = 4 * (kTileVectors * Most + 2 * kTileVectors * (Waves + 1) + 4 + kSpanWords<Most, Waves>);
+template <u32 Most, u32 Waves>
+constexpr u32 kRowsLds = 4 * Waves * (kTileVectors * kQueryStride<Most> / 2 + kWaveWords);
+
+// Of one part: maxima (vectors), sums (vectors), accumulators (vectors, dv); whole cache lines, because a line that two
+// blocks share could be stale in one's cache.
+constexpr u32 part_floats(u32 vectors, u32 dv) {
+  return (vectors * (dv + 2) + 31) / 32 * 32;
+}
+
+} // namespace apu::gpu

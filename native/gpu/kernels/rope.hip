@@ -1,0 +1,86 @@
+// rope_store: per-head norms and rotary embedding of q and k, and k and v into their pages.
+//
+// A block takes one row and one head for each of its waves; grid (rows, heads of q and kv heads in groups of waves).
+// The angles of the row are computed by every block: position times frequency in double, reduced to a quarter turn in
+// double, then polynomials in float; that is cheaper than a table between kernels. Moves q twice, k and v once, and
+// what the pages take.
+#include "kv.h"
+
+namespace apu::gpu {
+
+// cos and sin of `quarters` quarter turns, within 1e-7.
+APU_DEVICE void turn(double quarters, float *cos, float *sin) {
+  const double whole = floor_f64(quarters + 0.5);
+  const float x = float(quarters - whole); // -0.5 to 0.5
+  const i32 quadrant = i32(whole - 4.0 * floor_f64(whole * 0.25));
+  const float y = x * x; // Taylor's terms of sin and cos of x pi / 2
+  float s = fma_f32(y, 1.6044118e-4f, -4.6817541e-3f);
+  s = fma_f32(y, s, 7.9692626e-2f);
+  s = fma_f32(y, s, -6.4596410e-1f);
+  s = fma_f32(y, s, 1.5707963e0f) * x;
+  float c = fma_f32(y, -2.5202042e-5f, 9.1926027e-4f);
+  c = fma_f32(y, c, -2.0863481e-2f);
+  c = fma_f32(y, c, 2.5366951e-1f);
+  c = fma_f32(y, c, -1.2337006e0f);
+  c = fma_f32(y, c, 1.0f);
+  const float a = quadrant & 1 ? s : c, b = quadrant & 1 ? c : s;
+  *cos = quadrant == 1 || quadrant == 2 ? -a : a;
+  *sin = quadrant >= 2 ? -b : b;
+}
+
+// out (d) = x (d) normed and rotated, by one wave; they may be the same.
+APU_DEVICE void finish_head(const RopeStoreArgs &a, const float *x, const float *norm, const float *cos,
+                            const float *sin, float *out) {
+  const u32 d = a.k_state.head_size, lane = lane_id();
+  float inverse = 1.0f;
+  if (norm) {
+    float square = 0.0f;
+    for (u32 m = lane; m < d; m += kWaveSize) square = fma_f32(x[m], x[m], square);
+    inverse = 1.0f / sqrt_f32(wave_sum(square) / float(d) + a.eps);
+  }
+  for (u32 i = lane; i < a.pairs; i += kWaveSize) {
+    const u32 first = a.halves ? i : 2 * i, second = a.halves ? i + a.pairs : 2 * i + 1;
+    float u = x[first], v = x[second];
+    if (norm) {
+      u = u * inverse * norm[first];
+      v = v * inverse * norm[second];
+    }
+    const float co = cos[i], si = sin[i];
+    out[first] = u * co - v * si;
+    out[second] = v * co + u * si;
+  }
+  for (u32 m = 2 * a.pairs + lane; m < d; m += kWaveSize) out[m] = norm ? x[m] * inverse * norm[m] : x[m];
+}
+
+APU_KERNEL(256) void rope_store(RopeStoreArgs a) {
+  constexpr u32 waves = 256 / kWaveSize;
+  const u32 t = block_id();
+  if (t >= a.step.counts->rows) return;
+  const Row row = a.step.rows[t];
+  const u32 d = a.k_state.head_size, dv = a.v_state.head_size, kv_heads = a.k_state.heads;
+  float *cos = reinterpret_cast<float *>(dynamic_shared()), *sin = cos + a.pairs;
+  float *head = sin + a.pairs + wave_id() * d; // (d) of this wave's k
+  for (u32 i = thread_id(); i < a.pairs; i += 256) {
+    double quarters = double(row.position) * a.turns[i];
+    if (a.factors) quarters /= double(a.factors[i]);
+    float co, si;
+    turn(quarters, &co, &si);
+    cos[i] = co * a.magnitude;
+    sin[i] = si * a.magnitude;
+  }
+  block_sync();
+  const u32 h = block_id_y() * waves + wave_id();
+  if (h < a.heads) {
+    float *q = a.q + (u64(t) * a.heads + h) * d;
+    finish_head(a, q, a.q_norm, cos, sin, q);
+  } else if (h < a.heads + kv_heads) {
+    const u32 kv = h - a.heads, r = row.position % kPageRows;
+    const u32 page = page_table(a.step, row.sequence, a.k_state.group)[row.position / kPageRows];
+    finish_head(a, a.k + (u64(t) * kv_heads + kv) * d, a.k_norm, cos, sin, head);
+    wave_sync();
+    store_position<false>(a.k_state, page_part(a.k_state, page, kv), r, head);
+    store_position<true>(a.v_state, page_part(a.v_state, page, kv), r, a.v + (u64(t) * kv_heads + kv) * dv);
+  }
+}
+
+} // namespace apu::gpu

@@ -1,0 +1,143 @@
+// ATTENTION: which kernels take a step's sequences, and the memory that they share.
+//
+// F16 and Q8_0 caches of heads up to 128 go through matrix tiles: sequences with up to kFewRows rows in the step in
+// spans of their contexts, the others in blocks of rows. Everything else goes through FMA, in spans. Which kernel a row
+// meets depends on its own sequence alone, never on the rest of the step.
+#include "gpu/kernels/attention_args.h"
+#include "gpu/ops.h"
+
+#include <algorithm>
+
+namespace apu::gpu {
+namespace {
+
+constexpr uint32_t kFewRows = 16;
+constexpr uint32_t kFmaVectors = 8;
+constexpr uint32_t kFmaLds = 48 * 1024;        // chunks of larger heads have fewer vectors
+constexpr uint32_t kBlocksOfUnit = 16;         // of a compute unit: more would not run at once, and they stride
+constexpr uint64_t kMostPartBytes = 64u << 20; // beyond them one block takes all spans of its rows
+
+struct Lds {
+  uint32_t span, rows;
+};
+template <u32 Most> Lds lds_of(uint32_t wave_size) {
+  if (wave_size == 64) return {kSpanLds<Most, 4>, kRowsLds<Most, 4>};
+  return {kSpanLds<Most, 8>, kRowsLds<Most, 8>};
+}
+
+bool aligned16(const PagedState &s) {
+  return reinterpret_cast<uint64_t>(s.address) % 16 == 0 && s.page_bytes % 16 == 0 && s.head_bytes % 16 == 0;
+}
+
+class Attention final : public Op {
+public:
+  Attention(Builder &b, const apu_op &op) {
+    args_.step = b.step();
+    args_.k_state = b.paged(op.state[0]);
+    args_.v_state = b.paged(op.state[1]);
+    args_.q = b.scratch(op.in[0]);
+    args_.sinks = b.vector(op.w[0]);
+    args_.out = b.scratch(op.out[0]);
+    args_.scale = op.f[0];
+    args_.cap = op.f[1];
+    args_.heads = uint32_t(b.info().tensor(op.in[0])->inner / args_.k_state.head_size);
+    args_.group = args_.heads / args_.k_state.heads;
+    max_sequences_ = b.info().max_sequences;
+    most_blocks_ = kBlocksOfUnit * std::max(b.props().compute_units, 1u);
+    choose(b);
+    reserve(b, uint32_t(op.state[0]));
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket) const override {
+    AttentionArgs args = args_;
+    args.parts = launcher.scratch_as<float>(Scratch::partial);
+    args.counters = launcher.scratch_as<u32>(Scratch::counters);
+    const uint32_t heads = args.k_state.heads * args.head_chunks;
+    // Bucket sizes above 8 are less than twice the step's: a single sequence in a larger one has more rows than few.
+    if (!rows_.function || max_sequences_ > 1 || bucket.rows <= kFewRows) {
+      const uint64_t items = uint64_t(units(bucket.rows)) * spans(bucket.context) * heads;
+      launcher.launch(span_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kAttentionThreads, args, span_lds_);
+    }
+    if (!rows_.function || bucket.rows <= kFewRows) return;
+    split(args, kTileVectors * waves_);
+    args.min_rows = kFewRows + 1;
+    args.max_rows = ~0u;
+    args.slots = 0;
+    const uint64_t chunks = bucket.rows / args.chunk_rows + std::min(max_sequences_, bucket.rows / kFewRows);
+    const uint64_t items = chunks * args.k_state.heads * args.head_chunks;
+    launcher.launch(rows_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kAttentionThreads, args, rows_lds_);
+  }
+
+private:
+  void choose(Builder &b) {
+    const PagedState &k = args_.k_state, &v = args_.v_state;
+    const uint32_t d = k.head_size, dv = v.head_size, wave_size = b.props().wave_size;
+    waves_ = kAttentionThreads / wave_size;
+    const bool aligned = aligned16(k) && aligned16(v);
+    const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 && dv % 8 == 0;
+    if (tiles && std::max(d, dv) <= 128) {
+      const uint32_t most = std::max(d, dv) <= 64 ? 64 : 128;
+      const Lds lds = most == 64 ? lds_of<64>(wave_size) : lds_of<128>(wave_size);
+      const std::string name = std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + std::to_string(most);
+      span_ = b.kernel("attention_span_" + name, lds.span);
+      rows_ = b.kernel("attention_rows_" + name, lds.rows);
+      span_lds_ = lds.span, rows_lds_ = lds.rows;
+      split(args_, kTileVectors);
+      args_.max_rows = kFewRows;
+    } else {
+      auto bytes = [&](uint32_t vectors) { return uint32_t(sizeof(float)) * (vectors * (d + dv + kPageRows + 3) + 1); };
+      uint32_t vectors = kFmaVectors;
+      while (vectors > 1 && bytes(vectors) > kFmaLds) vectors /= 2;
+      split(args_, vectors);
+      span_lds_ = bytes(vectors);
+      span_ =
+          b.kernel(aligned && k.dtype == APU_F32 && v.dtype == APU_F32 ? "attention_f32" : "attention_any", span_lds_);
+      args_.max_rows = ~0u;
+    }
+    args_.min_rows = 1;
+  }
+
+  static void split(AttentionArgs &args, uint32_t vectors) {
+    args.chunk_heads = std::min(args.group, vectors);
+    args.chunk_rows = vectors / args.chunk_heads;
+    args.head_chunks = (args.group + args.chunk_heads - 1) / args.chunk_heads;
+  }
+
+  uint32_t units(uint32_t rows) const { // chunks of rows that a step of so many rows has, at most
+    const uint64_t of_sequence = (std::min(rows, args_.max_rows) + args_.chunk_rows - 1) / args_.chunk_rows;
+    return uint32_t(std::min<uint64_t>(rows, max_sequences_ * of_sequence));
+  }
+
+  uint32_t spans(uint32_t context) const {
+    const uint32_t all = (context + kSpan - 1) / kSpan, window = args_.k_state.window;
+    // The rows of a sequence look back from at most kFewRows positions.
+    return window && rows_.function ? std::min(all, (window + kFewRows) / kSpan + 2) : all;
+  }
+
+  void reserve(Builder &b, uint32_t state) {
+    const PlanInfo &info = b.info();
+    const uint64_t heads = uint64_t(args_.k_state.heads) * args_.head_chunks, longest = spans(info.max_positions);
+    args_.slot_floats = part_floats(args_.chunk_rows * args_.chunk_heads, args_.v_state.head_size);
+    // As many as all pages of the state need for two chunks of rows, and what the longest sequence needs alone.
+    const uint64_t pages = info.states[state].d.page_count;
+    const uint64_t wanted = std::min<uint64_t>(units(info.max_rows) * longest,
+                                               2 * (pages * kPageRows / kSpan + 2 * uint64_t(max_sequences_)));
+    const uint64_t bytes = args_.slot_floats * sizeof(float), most = kMostPartBytes / bytes;
+    args_.slots = uint32_t(std::max(std::min(wanted * heads, most), longest * heads));
+    b.reserve(Scratch::partial, args_.slots * bytes);
+    b.reserve(Scratch::counters, uint64_t(info.max_rows) * heads * sizeof(u32));
+  }
+
+  AttentionArgs args_{}; // of the kernel by spans
+  Kernel span_, rows_;   // rows_ is null where spans are for all
+  uint32_t span_lds_ = 0, rows_lds_ = 0;
+  uint32_t waves_ = 0, max_sequences_ = 0, most_blocks_ = 0;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op) {
+  return std::make_unique<Attention>(builder, op);
+}
+
+} // namespace apu::gpu

@@ -1,0 +1,56 @@
+// ROPE_STORE: one kernel, a wave for each head of q and of k with its v; see kernels/rope.hip.
+#include "gpu/kernels/attention_args.h"
+#include "gpu/ops.h"
+#include "plan/rope.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace apu::gpu {
+namespace {
+
+class RopeStore final : public Op {
+public:
+  RopeStore(Builder &b, const apu_op &op) {
+    args_.step = b.step();
+    args_.k_state = b.paged(op.state[0]);
+    args_.v_state = b.paged(op.state[1]);
+    args_.q = b.scratch(op.in[0]);
+    args_.k = b.scratch(op.in[1]);
+    args_.v = b.scratch(op.in[2]);
+    args_.q_norm = b.vector(op.w[0]);
+    args_.k_norm = b.vector(op.w[1]);
+    args_.eps = op.f[0];
+    args_.heads = uint32_t(b.info().tensor(op.in[0])->inner / args_.k_state.head_size);
+    if (op.i[0] > 0) {
+      std::vector<double> turns = rope_frequencies(op, nullptr);
+      for (double &t : turns) t *= 2 / M_PI;
+      args_.turns = static_cast<const double *>(b.constant(turns.data(), turns.size() * sizeof(double)));
+      args_.factors = b.vector(op.w[2]);
+      args_.magnitude = op.f[4];
+      args_.pairs = uint32_t(turns.size());
+      args_.halves = op.i[1] == APU_ROPE_HALVES;
+    }
+    waves_ = kAttentionThreads / b.props().wave_size;
+    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + waves_ * args_.k_state.head_size);
+    kernel_ = b.kernel("rope_store", lds_);
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket) const override {
+    const uint32_t heads = args_.heads + args_.k_state.heads;
+    launcher.launch(kernel_, {bucket.rows, (heads + waves_ - 1) / waves_}, kAttentionThreads, args_, lds_);
+  }
+
+private:
+  Kernel kernel_;
+  RopeStoreArgs args_{};
+  uint32_t waves_, lds_;
+};
+
+} // namespace
+
+std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op) {
+  return std::make_unique<RopeStore>(builder, op);
+}
+
+} // namespace apu::gpu

@@ -1,0 +1,238 @@
+"""The GPU's attention kernels through the shim against a float64 softmax; bits that do not depend on company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_pages import F16, F32, Q8_0, ROWS, SPAN, Span, make_step, pack, state_args
+from numpy.typing import NDArray
+from shim import Shim
+
+PAGES = 24
+NAMES = {F32: "f32", F16: "f16", Q8_0: "q8_0"}
+
+
+@lru_cache
+def shim_of(file: str, wave: int, reverse: bool) -> Shim:
+    return Shim([file], wave, reverse)
+
+
+@dataclass
+class Case:
+    """Random pages and queries; row r of the step has query r % 64."""
+
+    dtype: int
+    heads: int = 4
+    kv_heads: int = 2
+    d: int = 32
+    dv: int = 0
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    kind: str = "fma"  # or span, rows: kernels on tiles
+    wave: int = 32
+    reverse: bool = False
+    slots: int = 4096
+    grid: int = 40
+
+    def __post_init__(self) -> None:
+        self.dv = self.dv or self.d
+        rng = np.random.default_rng(self.d + self.heads)
+        self.group = self.heads // self.kv_heads
+        self.q = rng.standard_normal((64, self.heads, self.d)).astype(np.float32) * 2
+        shape = (PAGES, self.kv_heads, ROWS)
+        self.k_bytes, self.k = pack(rng.standard_normal((*shape, self.d)).astype(np.float32), self.dtype, False)
+        self.v_bytes, self.v = pack(rng.standard_normal((*shape, self.dv)).astype(np.float32), self.dtype, True)
+        self.sink = rng.standard_normal(self.heads).astype(np.float32) if self.sinks else None
+        self.scale = self.d**-0.5
+        file = "attention.hip" if self.kind == "fma" else "attention_tile.hip"
+        self.shim = shim_of(file, self.wave, self.reverse)
+
+    @property
+    def kernel(self) -> str:
+        if self.kind == "fma":
+            return "attention_f32" if self.dtype == F32 else "attention_any"
+        return f"attention_{self.kind}_{NAMES[self.dtype]}_{self.most}"
+
+    @property
+    def most(self) -> int:
+        return next(most for most in (64, 128, 256) if max(self.d, self.dv) <= most)
+
+    def sizes(self) -> tuple[int, int]:
+        """Vectors of a chunk, bytes of LDS."""
+        if self.kind == "fma":
+            return 8, 4 * (8 * (self.d + self.dv + ROWS + 3) + 1)
+        waves = 256 // self.wave
+        stride = self.most // 32 % 2 * self.most or self.most + 32
+        own = 16 * 33 + 16 * 16 + 16
+        if self.kind == "rows":
+            return 16 * waves, 4 * waves * (8 * stride + own)
+        return 16, 4 * (16 * self.most + 32 * (waves + 1) + 4 + max(8 * stride + waves * own, 16 * self.most))
+
+    def run(self, spans: list[Span], unwritten: float | None = None) -> NDArray[np.float32]:
+        """(T, H, dv); positions behind the last row of each sequence hold `unwritten`, if given."""
+        shim, rows = self.shim, sum(s.count for s in spans)
+        shim.clear()
+        vectors, lds = self.sizes()
+        chunk_heads = min(self.group, vectors)
+        chunk_rows = vectors // chunk_heads
+        chunks = -(-self.group // chunk_heads)
+        k_bytes, v_bytes = self.k_bytes, self.v_bytes
+        if unwritten is not None:
+            k_bytes, v_bytes = self._with_unwritten(spans, unwritten)
+        slot_floats = -(-chunk_rows * chunk_heads * (self.dv + 2) // 32) * 32
+        counters = shim.input(np.zeros(rows * self.kv_heads * chunks, np.uint32), readonly=False)
+        out = shim.output((rows, self.heads, self.dv), np.float32)
+        args = shim.args(
+            "AttentionArgs",
+            step=make_step(shim, spans, rows_bucket=rows + 3, window=self.window),
+            k_state=self._state(k_bytes, self.d),
+            v_state=self._state(v_bytes, self.dv),
+            q=shim.input(self.q[np.arange(rows) % 64]),
+            sinks=0 if self.sink is None else shim.input(self.sink),
+            out=out,
+            scale=self.scale,
+            cap=self.cap,
+            heads=self.heads,
+            group=self.group,
+            chunk_rows=chunk_rows,
+            chunk_heads=chunk_heads,
+            head_chunks=chunks,
+            min_rows=1,
+            max_rows=1 << 20,
+            parts=shim.output((max(self.slots, 1), slot_floats), np.float32, align=128),
+            slots=0 if self.kind == "rows" else self.slots,
+            slot_floats=slot_floats,
+            counters=counters,
+        )
+        shim.launch(self.kernel, self.grid, 256, args, lds)
+        assert not counters.array.any()
+        result: NDArray[np.float32] = out.array.copy()
+        return result
+
+    def _state(self, pages: NDArray[np.uint8], d: int) -> Any:
+        buffer = self.shim.input(pages, align=16)
+        return state_args(self.shim, buffer, pages.shape[1], self.kv_heads, d, self.dtype, self.window)
+
+    def _with_unwritten(self, spans: list[Span], value: float) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        written = np.zeros((PAGES, 1, ROWS, 1), bool)
+        for span in spans:
+            at = np.arange(span.position + span.count)
+            written[np.array(span.table)[at // ROWS], :, at % ROWS] = True
+        k, v = (np.where(written, x, value).astype(np.float32) for x in (self.k, self.v))
+        with np.errstate(invalid="ignore"):
+            return pack(k, self.dtype, False)[0], pack(v, self.dtype, True)[0]
+
+    def expected(self, row: int, span: Span, position: int) -> NDArray[np.float64]:
+        """(H, dv) of the row at `position`."""
+        first = max(0, position - self.window + 1) if self.window else 0
+        at = np.arange(first, position + 1)
+        pages, offsets = np.array(span.table)[at // ROWS], at % ROWS
+        k, v = self.k[pages, :, offsets], self.v[pages, :, offsets]  # (S, K, d)
+        q = self.q[row % 64].reshape(self.kv_heads, self.group, self.d).astype(np.float64)
+        s = np.einsum("kgd,skd->kgs", q, k).reshape(self.heads, -1) * self.scale
+        s = self.cap * np.tanh(s / self.cap) if self.cap else s
+        sink = np.full((self.heads, 1), -np.inf) if self.sink is None else self.sink[:, None].astype(np.float64)
+        top = np.maximum(s.max(1, keepdims=True), sink)
+        e = np.exp(s - top)
+        p = (e / (e.sum(1, keepdims=True) + np.exp(sink - top))).reshape(self.kv_heads, self.group, -1)
+        result: NDArray[np.float64] = np.einsum("kgs,skd->kgd", p, v).reshape(self.heads, self.dv)
+        return result
+
+    def check(self, spans: list[Span], **options: Any) -> None:
+        found, row = self.run(spans, **options), 0
+        for span in spans:
+            for i in range(span.count):
+                expected = self.expected(row, span, span.position + i)
+                # Tiles: queries, exponentials and values of Q8_0 are rounded to halves; scores reach 15, values 4.
+                bound = 1e-5 if self.kind == "fma" else 6e-3
+                np.testing.assert_allclose(found[row], expected, atol=bound, err_msg=f"row {row}, {span}")
+                row += 1
+
+
+TABLE = np.random.default_rng(1).permutation(PAGES).tolist()
+A, B, C = TABLE[:12], TABLE[12:18], TABLE[18:]
+SMALL = [Span(0, 1, B), Span(1300, 3, A), Span(255, 1, C)]
+SHIMS = pytest.mark.parametrize("wave,reverse", [(32, False), (64, True)], ids=["w32", "w64r"])
+KINDS = pytest.mark.parametrize(
+    "dtype,kind",
+    [(F32, "fma"), (F16, "fma"), (F16, "span"), (F16, "rows"), (Q8_0, "fma"), (Q8_0, "span"), (Q8_0, "rows")],
+    ids=lambda x: NAMES[x] if isinstance(x, int) else x,
+)
+
+
+@SHIMS
+@KINDS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heads": 8, "kv_heads": 8, "d": 64},
+        {"heads": 8, "kv_heads": 1, "d": 64, "dv": 96},
+        {"heads": 9, "kv_heads": 3, "d": 64, "window": 100},
+        {"heads": 14, "kv_heads": 2, "d": 128, "window": 600},
+        {"heads": 4, "kv_heads": 1, "d": 128, "cap": 1.5},
+        {"heads": 20, "kv_heads": 1, "d": 32, "sinks": True},
+        {"sinks": True, "window": 64, "cap": 3.0},
+    ],
+    ids=str,
+)
+def test_against_naive(dtype: int, kind: str, options: dict[str, Any], wave: int, reverse: bool) -> None:
+    Case(dtype, kind=kind, wave=wave, reverse=reverse, **options).check(SMALL)
+
+
+@SHIMS
+@pytest.mark.parametrize("kind", ["fma", "span", "rows"])
+@pytest.mark.parametrize("d,dv", [(80, 80), (96, 72), (8, 8), (40, 24)])
+def test_odd_heads_of_f16(kind: str, d: int, dv: int, wave: int, reverse: bool) -> None:
+    Case(F16, d=d, dv=dv, kind=kind, wave=wave, reverse=reverse).check(SMALL, unwritten=np.nan)
+
+
+@SHIMS
+@pytest.mark.parametrize("dtype,d,dv", [(F32, 20, 7), (F16, 20, 7), (F16, 320, 300), (Q8_0, 288, 320)])
+def test_heads_beyond_tiles(dtype: int, d: int, dv: int, wave: int, reverse: bool) -> None:
+    Case(dtype, d=d, dv=dv, wave=wave, reverse=reverse).check(SMALL, unwritten=np.nan)
+
+
+@SHIMS
+@KINDS
+def test_boundaries(dtype: int, kind: str, wave: int, reverse: bool) -> None:
+    """Contexts that end at and around tiles, pages and spans; what lies behind them is not a number."""
+    case = Case(dtype, kind=kind, d=64, wave=wave, reverse=reverse)
+    for position in (0, 30, 31, 32, ROWS - 1, ROWS, SPAN - 1, SPAN, SPAN + 31, 2 * SPAN - 1, 2 * SPAN):
+        case.check([Span(position, 1, A)], unwritten=np.nan)
+
+
+@SHIMS
+@KINDS
+def test_many_rows(dtype: int, kind: str, wave: int, reverse: bool) -> None:
+    case = Case(dtype, kind=kind, d=32, wave=wave, reverse=reverse, window=200)
+    case.check([Span(450, 70, A), Span(3, 2, B), Span(0, 33, C)], unwritten=np.nan)
+
+
+@SHIMS
+@KINDS
+def test_bits_do_not_depend_on_company(dtype: int, kind: str, wave: int, reverse: bool) -> None:
+    """A row alone, beside other sequences, after other rows of its own, and where parts have no room."""
+    options: dict[str, Any] = {"kind": kind, "wave": wave, "reverse": reverse, "d": 64, "sinks": True}
+    for window in (0, 500):
+        case = Case(dtype, window=window, **options)
+        alone = case.run([Span(1290, 1, A)])[0]
+        case.q = np.roll(case.q, 2, 0)  # the same query in row 2
+        among = case.run([Span(700, 2, B), Span(1290, 1, A), Span(77, 1, C)])[2]
+        assert np.array_equal(alone, among)
+        assert np.array_equal(alone, case.run([Span(1288, 3, A)])[2])
+        if kind != "rows":
+            case.slots, case.grid = 3, 2
+            assert np.array_equal(alone, case.run([Span(700, 2, B), Span(1290, 1, A), Span(77, 1, C)])[2])
+
+
+@SHIMS
+@KINDS
+def test_more_sequences_than_lanes(dtype: int, kind: str, wave: int, reverse: bool) -> None:
+    case = Case(dtype, kind=kind, wave=wave, reverse=reverse, grid=7)
+    case.check([Span((37 * i) % 600, 1, TABLE[i % 20 : i % 20 + 5]) for i in range(70)])

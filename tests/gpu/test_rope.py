@@ -1,0 +1,128 @@
+"""rope_store through the shim: rotation, norms, and what lies in the pages, against numpy in float64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from kv_pages import F16, F32, Q8_0, ROWS, Span, make_step, pack, state_args, unpack
+from numpy.typing import NDArray
+from shim import Shim
+
+PAGES = 6
+NAMES = {F32: "f32", F16: "f16", Q8_0: "q8_0"}
+
+
+@lru_cache
+def shim_of(wave: int, reverse: bool) -> Shim:
+    return Shim(["rope.hip"], wave, reverse)
+
+
+def rotate(
+    x: NDArray[np.float64], positions: NDArray[np.int64], frequency: NDArray[np.float64], halves: bool
+) -> NDArray[np.float64]:
+    """x (T, heads, d)."""
+    angle = positions[:, None] * frequency  # (T, pairs)
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    n = len(frequency)
+    out: NDArray[np.float64] = x.copy()
+    first, second = (slice(0, n), slice(n, 2 * n)) if halves else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def norm(x: NDArray[np.float64], weight: NDArray[np.float32] | None, eps: float) -> NDArray[np.float64]:
+    if weight is None:
+        return x
+    normed: NDArray[np.float64] = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+    return normed
+
+
+@pytest.mark.parametrize("wave,reverse", [(32, False), (32, True), (64, False), (64, True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": F16, "halves": True, "norms": True},
+        {"dtype": Q8_0, "d": 64, "dv": 96, "factors": True, "magnitude": 1.2},
+        {"dtype": Q8_0, "d": 128, "heads": 8, "kv_heads": 1, "halves": True, "rotary": 64},
+        {"dtype": F16, "d": 20, "dv": 7, "rotary": 10},
+        {"d": 256, "rotary": 0, "norms": True},
+        {"dtype": F16, "heads": 9, "kv_heads": 3, "d": 64, "positions": 500_000},
+    ],
+    ids=str,
+)
+def test_against_numpy(options: dict[str, Any], wave: int, reverse: bool) -> None:
+    o: dict[str, Any] = {"dtype": F32, "heads": 4, "kv_heads": 2, "d": 32, "halves": False, "magnitude": 1.0, **options}
+    dtype, heads, kv_heads, d = o["dtype"], o["heads"], o["kv_heads"], o["d"]
+    dv, pairs = o.get("dv", d), o.get("rotary", d) // 2
+    shim, rng = shim_of(wave, reverse), np.random.default_rng(3)
+    shim.clear()
+    base = o.get("positions", 0)
+    spans = [Span(base, 3, []), Span(base + ROWS - 2, 5, []), Span(base + 31, 1, [])]
+    free = rng.permutation(PAGES).tolist()
+    for s in spans:
+        s.table = [free[0]] * (base // ROWS) + [
+            free.pop(0) for _ in range(base // ROWS, (s.position + s.count - 1) // ROWS + 1)
+        ]
+    at = [(s.table[p // ROWS], p) for s in spans for p in range(s.position, s.position + s.count)]
+    rows, positions = len(at), np.array([p for _, p in at])
+    q, k = (rng.standard_normal((rows, n, d)).astype(np.float32) for n in (heads, kv_heads))
+    v = rng.standard_normal((rows, kv_heads, dv)).astype(np.float32)
+    weights = [rng.standard_normal(d).astype(np.float32) if o.get("norms") else None for _ in range(2)]
+    frequency = 10000.0 ** (-np.arange(pairs) / max(pairs, 1))
+    factors = rng.uniform(1, 8, pairs).astype(np.float32) if o.get("factors") else None
+
+    old = [
+        pack(rng.standard_normal((PAGES, kv_heads, ROWS, n)).astype(np.float32), dtype, i == 1)
+        for i, n in enumerate((d, dv))
+    ]
+    states = [shim.input(data, readonly=False) for data, _ in old]
+    q_buffer = shim.input(q, readonly=False)
+
+    def maybe(x: NDArray[Any] | None) -> Any:
+        return 0 if x is None else shim.input(x)
+
+    args = shim.args(
+        "RopeStoreArgs",
+        step=make_step(shim, spans, rows_bucket=16),
+        k_state=state_args(shim, states[0], old[0][0].shape[1], kv_heads, d, dtype),
+        v_state=state_args(shim, states[1], old[1][0].shape[1], kv_heads, dv, dtype),
+        q=q_buffer,
+        k=shim.input(k),
+        v=shim.input(v),
+        q_norm=maybe(weights[0]),
+        k_norm=maybe(weights[1]),
+        turns=maybe(frequency * 2 / np.pi) if pairs else 0,
+        factors=maybe(factors),
+        eps=1e-6,
+        magnitude=o["magnitude"],
+        heads=heads,
+        pairs=pairs,
+        halves=o["halves"],
+    )
+    waves = 256 // wave
+    shim.launch("rope_store", (16, -(-(heads + kv_heads) // waves), 1), 256, args, 4 * (2 * pairs + waves * d))
+
+    angles = frequency / (1 if factors is None else factors.astype(np.float64))
+    expected_q, expected_k = (
+        rotate(norm(x.astype(np.float64), w, 1e-6), positions, angles, o["halves"])
+        for x, w in zip((q, k), weights, strict=True)
+    )
+    for x in (expected_q, expected_k):
+        x[..., : 2 * pairs] *= o["magnitude"]
+    np.testing.assert_allclose(q_buffer.array, expected_q, atol=2e-6 * 4)
+    pages, offsets = np.array([p for p, _ in at]), positions % ROWS
+    for i, (expected, n) in enumerate(((expected_k, d), (v.astype(np.float64), dv))):
+        found = unpack(states[i].array, kv_heads, n, dtype, i == 1)
+        real = old[i][1].copy()
+        real[pages, :, offsets] = expected
+        scale = np.abs(expected).max()
+        bound = {F32: 2e-6, F16: 2**-11 * 1.01, Q8_0: 0.502 / 127}[dtype] * scale
+        np.testing.assert_allclose(found[pages, :, offsets], expected, atol=bound)
+        kept = np.ones(found.shape[:3], bool)
+        kept[pages, :, offsets] = False
+        assert np.array_equal(found[kept], real[kept])
