@@ -18,7 +18,7 @@ public:
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
-    launcher.launch(kernel_, {bucket.rows}, kRowThreads, args_);
+    launcher.launch(kernel_, {bucket.rows}, kEmbedThreads, args_);
   }
 
 private:

@@ -18,7 +18,7 @@ public:
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
-    if (const uint32_t rows = bucket.of(tensor_)) launcher.launch(kernel_, {rows}, kRowThreads, args_);
+    if (const uint32_t rows = bucket.of(tensor_)) launcher.launch(kernel_, {rows}, kNormThreads, args_);
   }
 
 private:
@@ -41,7 +41,7 @@ public:
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
-    if (bucket.outputs) launcher.launch(kernel_, {bucket.outputs}, kRowThreads, args_);
+    if (bucket.outputs) launcher.launch(kernel_, {bucket.outputs}, kNormThreads, args_);
   }
 
 private:

@@ -4,10 +4,12 @@
 #include "gpu/kernels/route.h"
 #include "gpu/ops.h"
 
+#include <algorithm>
+
 namespace apu::gpu {
 namespace {
 
-constexpr uint32_t kFewRows = 8;
+constexpr uint32_t kFewRows = 16;
 
 class Route final : public Op {
 public:
@@ -19,7 +21,7 @@ public:
     scores_.in = b.scratch(op.in[0]);
     scores_.norm = b.vector(op.w[0]);
     scores_.eps = op.f[0];
-    scores_.parts = d >= 2048 ? 4 : d >= 1024 ? 2 : 1;
+    scores_.parts = std::min(kRouteThreads / wave_, d >= 4096 ? 8u : d >= 2048 ? 4u : d >= 1024 ? 2u : 1u);
     const auto aligned = [](const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
     fast_ = scores_.router.type == APU_F32 && scores_.router.segment_count <= 1 && aligned(scores_.router.data) &&
             scores_.router.row_stride % 16 == 0 && aligned(scores_.norm) && d % 4 == 0;
@@ -47,7 +49,7 @@ public:
                       many ? (rows + kRouteManyRows - 1) / kRouteManyRows : rows};
     RouteScoresArgs scores = scores_;
     RouteChooseArgs choose = choose_;
-    scores.scores = choose.scores = launcher.scratch_as<float>(Scratch::scores);
+    choose.scores = scores.scores = launcher.scratch_as<float>(Scratch::scores);
     launcher.launch(many ? many_ : few_, grid, kRouteThreads, scores);
     launcher.launch(choose_kernel_, {rows}, kRouteThreads, choose);
   }

@@ -74,7 +74,7 @@ def test_products_f32(shims: list[Shim], d: int, experts: int, normed: bool) -> 
     norm = rng.standard_normal(d).astype(np.float32) if normed else None
     want = exact(router, x, norm)
     for shim in shims:
-        for parts in (1, 2, 4):
+        for parts in (1, 2, THREADS // shim.wave):
             few = products(shim, "route_scores_f32", Q.F32, router.view(np.uint8), x, norm, parts)
             many = products(shim, "route_scores_f32_many", Q.F32, router.view(np.uint8), x, norm, parts)
             np.testing.assert_allclose(few, want, atol=2e-6 * np.abs(want).max() + 1e-6 * np.sqrt(d))
@@ -94,17 +94,15 @@ def test_products_of_any_type_at_any_address(shims: list[Shim], dtype: Q) -> Non
             assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
 
 
-def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Array, Array]:
-    """Scores, ids and weights; one block more than there are rows."""
+def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Array]:
+    """Ids and weights; one block more than there are rows."""
     rows, experts = logits.shape
-    scores = shim.output((rows + 1, experts), np.float32)
-    scores.array[:rows] = logits
     ids, weights = shim.output((rows + 1, k), np.int32), shim.output((rows + 1, k), np.float32)
     options = {"softmax": 1, "divide": 0, "scale": 1.0, "floor": 0.0, **fields}
     args = shim.args(
         "RouteChooseArgs",
         count=count(shim, rows),
-        scores=scores,
+        scores=shim.input(logits),
         ids=ids,
         weights=weights,
         experts=experts,
@@ -114,7 +112,7 @@ def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Arr
     shim.launch("route_choose", rows + 1, THREADS, args)
     shim.clear()
     assert (ids.array[rows] == -1).all() and np.isnan(weights.array[rows]).all()
-    return scores.array[:rows], ids.array[:rows], weights.array[:rows]
+    return ids.array[:rows], weights.array[:rows]
 
 
 def reference(scores: Array, k: int, divide: int = 0, scale: float = 1, floor: float = 0) -> tuple[Array, Array]:
@@ -127,7 +125,9 @@ def reference(scores: Array, k: int, divide: int = 0, scale: float = 1, floor: f
     return ids, weights * scale
 
 
-@pytest.mark.parametrize(("experts", "k"), [(4, 1), (4, 4), (60, 6), (128, 8), (256, 8), (300, 20), (520, 300)])
+@pytest.mark.parametrize(
+    ("experts", "k"), [(4, 1), (4, 4), (60, 6), (128, 8), (256, 8), (300, 20), (520, 300), (1030, 9), (2100, 1100)]
+)
 @pytest.mark.parametrize("softmax", [0, 1])
 def test_choice(shims: list[Shim], experts: int, k: int, softmax: int) -> None:
     logits = np.random.default_rng((experts, k)).standard_normal((3, experts)).astype(np.float32) * 3
@@ -139,19 +139,18 @@ def test_choice(shims: list[Shim], experts: int, k: int, softmax: int) -> None:
         want /= want.sum(1, keepdims=True)
     for shim in shims:
         for rule in ({}, {"divide": 1, "scale": 2.5, "floor": 1e-20}, {"divide": 1, "scale": 1.0, "floor": 1e9}):
-            scores, ids, weights = choose(shim, logits, k, softmax=softmax, **rule)
-            np.testing.assert_allclose(scores, want, rtol=2e-6)
-            wanted_ids, wanted_weights = reference(scores, k, **rule)
+            ids, weights = choose(shim, logits, k, softmax=softmax, **rule)
+            wanted_ids, wanted_weights = reference(want, k, **rule)
             assert np.array_equal(ids, wanted_ids)
-            np.testing.assert_allclose(weights, wanted_weights, rtol=1e-6)
+            np.testing.assert_allclose(weights, wanted_weights, rtol=3e-6)
 
 
 def test_a_broken_row_still_goes_to_k_experts(shims: list[Shim]) -> None:
     logits = np.random.default_rng(0).standard_normal((2, 40)).astype(np.float32)
     logits[0, 7] = np.nan
     for shim in shims:
-        ids, weights = choose(shim, logits, 4)[1:]  # softmax: all NaN
+        ids, weights = choose(shim, logits, 4)  # softmax: all NaN
         assert ids[0].tolist() == [0, 1, 2, 3] and np.isnan(weights[0]).all()
-        ids, weights = choose(shim, logits, 40, softmax=0)[1:]
+        ids, weights = choose(shim, logits, 40, softmax=0)
         assert ids[0].tolist() == list(range(40)) and np.isnan(weights[0]).sum() == 1
-        assert 7 not in choose(shim, logits, 39, softmax=0)[1][0]
+        assert 7 not in choose(shim, logits, 39, softmax=0)[0][0]

@@ -11,7 +11,7 @@ from kernel_cases import FLOAT_TYPES, QUANTIZED_TYPES, random_weights, truth
 from rig import OUTPUT, STEP, rms_norm
 from shim import Buffer, Shim, every_shim
 
-THREADS = 256
+EMBED, NORM = 256, 512  # threads
 Array = np.ndarray[Any, Any]
 
 
@@ -60,7 +60,7 @@ def embed(
         out=out,
         scale=scale,
     )
-    shim.launch("embed", len(rows) + 1, THREADS, args)
+    shim.launch("embed", len(rows) + 1, EMBED, args)
     shim.clear()
     assert np.isnan(out.array[-1]).all()
     return out.array[:-1]
@@ -92,7 +92,7 @@ def test_embed_without_a_token_is_nan(shims: list[Shim]) -> None:
         assert np.isnan(out[0]).all() and np.array_equal(out[1], truth(Q.F32, table)[3])
 
 
-@pytest.mark.parametrize("d", [1, 100, 288, 2051])
+@pytest.mark.parametrize("d", [1, 100, 288, 2051, 7168, 8196])
 @pytest.mark.parametrize("variant", ["plain", "weight", "residual", "in place"])
 def test_rms_norm(shims: list[Shim], d: int, variant: str) -> None:
     rng = np.random.default_rng(d)
@@ -115,7 +115,7 @@ def test_rms_norm(shims: list[Shim], d: int, variant: str) -> None:
                 out=out,
                 **{"in": shim.input(x)},
             )
-            shim.launch("rms_norm", 6, THREADS, args)
+            shim.launch("rms_norm", 6, NORM, args)
             shim.clear()
             np.testing.assert_allclose(out.array[:count], want[:count], rtol=2e-6, atol=2e-6)
             rest = out.array[count:]
@@ -130,7 +130,7 @@ def test_a_rows_bits_do_not_depend_on_its_place(shims: list[Shim]) -> None:
         for order in ([0, 1, 2], [2, 1, 0]):
             out = shim.output((3, 1000), np.float32)
             args = shim.args("NormArgs", count={"fixed": 3}, d=1000, out=out, **{"in": shim.input(x[order])})
-            shim.launch("rms_norm", 3, THREADS, args)
+            shim.launch("rms_norm", 3, NORM, args)
             outs.append(out.array[order])
         shim.clear()
         assert np.array_equal(outs[0], outs[1])
@@ -152,7 +152,7 @@ def test_gather_norm(shims: list[Shim]) -> None:
             eps=1e-6,
             **{"in": shim.input(x)},
         )
-        shim.launch("gather_norm", 5, THREADS, args)
+        shim.launch("gather_norm", 5, NORM, args)
         shim.clear()
         np.testing.assert_allclose(out.array[:4], rms_norm(x[picked], weight, 1e-6), rtol=2e-6, atol=2e-6)
         assert np.isnan(out.array[4]).all()

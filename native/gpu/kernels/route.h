@@ -6,6 +6,7 @@
 namespace apu::gpu {
 
 constexpr u32 kRouteThreads = 256;
+constexpr u32 kRouteTile = 1024;     // experts that are ranked at once
 constexpr u32 kRouteManyRows = 8;    // rows of a block of route_scores_many
 constexpr u32 kRouteManyExperts = 4; // experts of a wave there
 
@@ -16,14 +17,14 @@ struct RouteScoresArgs {
   const float *norm; // (D) or null
   float *scores;     // (T, E)
   float eps;
-  u32 parts; // waves that share an expert's columns: 1, 2 or 4
+  u32 parts; // waves that share an expert's columns: a power of two, at most a block's
 };
 
 struct RouteChooseArgs {
   RowCount count;
-  float *scores;  // (T, E) products, left as scores
-  i32 *ids;       // (T, k) ascending in each row
-  float *weights; // (T, k)
+  const float *scores; // (T, E) products
+  i32 *ids;            // (T, k) ascending in each row
+  float *weights;      // (T, k)
   u32 experts, k;
   u32 softmax; // else sigmoid
   u32 divide;  // by their sum, or `floor` if that is more

@@ -127,7 +127,7 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route
 
 // Router F32 with 16-byte aligned rows, D a multiple of 4.
 APU_KERNEL(kRouteThreads) void route_scores_f32(RouteScoresArgs a) {
-  route_scores<AlignedColumns, 1, 1, 4>(a);
+  route_scores<AlignedColumns, 1, 1, 8>(a);
 }
 APU_KERNEL(kRouteThreads) void route_scores_f32_many(RouteScoresArgs a) {
   route_scores<AlignedColumns, kRouteManyRows, kRouteManyExperts, 1>(a);
@@ -140,78 +140,106 @@ APU_KERNEL(kRouteThreads) void route_scores_any_many(RouteScoresArgs a) {
 }
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr u32 kRouteItems = kRouteTile / kRouteThreads;
+
+// Experts of a row by score: those of thread t are t, t + kRouteThreads, ...
+struct RouteShared {
+  alignas(16) float tile[kRouteTile];
+  float chosen[kRouteTile];
+  float parts[2][kRouteWaves];
+  u32 places[kRouteItems][kRouteWaves];
+};
+
+// Adds to rank[i] how many of tile's n experts, the first of which is `base`, come before expert e0 + t + 256 i.
+APU_DEVICE void add_ranks(const RouteShared &s, u32 base, u32 n, const float *mine, u32 e0, u32 experts, u32 *rank) {
+#pragma unroll
+  for (u32 i = 0; i < kRouteItems; ++i) {
+    if (e0 + i * kRouteThreads >= experts) continue;
+    const u32 e = e0 + i * kRouteThreads + thread_id() - base; // as an index of the tile, or past either end
+    const u32 same = e < kRouteTile ? e : base + kRouteTile <= e0 ? kRouteTile : 0; // equals before it win
+#pragma unroll 4
+    for (u32 j = 0; j < n; j += 4) {
+      const f32x4 four = *reinterpret_cast<const f32x4 *>(s.tile + j);
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) rank[i] += four[k] > mine[i] || (four[k] == mine[i] && j + k < same);
+    }
+  }
+}
 
 // One block a row.
 APU_KERNEL(kRouteThreads) void route_choose(RouteChooseArgs a) {
-  APU_SHARED float parts[2][kRouteWaves];
-  APU_SHARED float tile[kRouteThreads];
-  APU_SHARED float chosen[kRouteThreads];
-  APU_SHARED u32 places[kRouteWaves];
+  APU_SHARED RouteShared s;
   const u32 row = block_id();
   if (row >= count_rows(a.count)) return;
-  float *scores = a.scores + u64(row) * a.experts;
+  const float *scores = a.scores + u64(row) * a.experts;
   i32 *ids = a.ids + u64(row) * a.k;
   float *weights = a.weights + u64(row) * a.k;
 
+  float most = kMinusInfinity, total = 1;
   if (a.softmax) {
-    float most = kMinusInfinity;
     for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) most = max_f32(most, scores[e]);
-    most = block_max(most, parts[0], kRouteWaves);
-    float sum = 0;
-    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) {
-      scores[e] = exp_f32(scores[e] - most);
-      sum += scores[e];
-    }
-    sum = block_sum(sum, parts[1], kRouteWaves);
-    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) scores[e] /= sum;
-  } else {
-    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) scores[e] = 1.0f / (1.0f + exp_f32(-scores[e]));
+    most = block_max(most, s.parts[0], kRouteWaves);
+    total = 0;
+    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) total += exp_f32(scores[e] - most);
+    total = block_sum(total, s.parts[1], kRouteWaves);
   }
+  const auto score_of = [&](u32 e) {
+    if (e >= a.experts) return kMinusInfinity;
+    return a.softmax ? exp_f32(scores[e] - most) / total : 1.0f / (1.0f + exp_f32(-scores[e]));
+  };
+  const auto order_of = [](float score) { return score == score ? score : kMinusInfinity; }; // NaN is the worst
 
-  u32 found = 0; // in tiles of experts before this one
-  for (u32 e0 = 0; e0 < a.experts; e0 += kRouteThreads) {
-    const u32 e = e0 + thread_id();
-    const float score = e < a.experts ? scores[e] : kMinusInfinity;
-    const float mine = score == score ? score : kMinusInfinity; // NaN is the worst
-    u32 rank = e < a.experts ? 0 : a.k;
-    for (u32 other0 = 0; other0 < a.experts; other0 += kRouteThreads) {
+  u32 found = 0; // in tiles before this one
+  for (u32 e0 = 0; e0 < a.experts; e0 += kRouteTile) {
+    float score[kRouteItems], mine[kRouteItems];
+    u32 rank[kRouteItems];
+#pragma unroll
+    for (u32 i = 0; i < kRouteItems; ++i) {
+      const u32 e = e0 + i * kRouteThreads + thread_id();
+      score[i] = score_of(e);
+      mine[i] = order_of(score[i]);
+      rank[i] = e < a.experts ? 0 : a.k;
+    }
+    for (u32 base = 0; base < a.experts; base += kRouteTile) {
       block_sync();
-      if (other0 == e0) {
-        tile[thread_id()] = mine;
-      } else {
-        const u32 other = other0 + thread_id();
-        const float v = other < a.experts ? scores[other] : kMinusInfinity;
-        tile[thread_id()] = v == v ? v : kMinusInfinity;
+#pragma unroll
+      for (u32 i = 0; i < kRouteItems; ++i) {
+        if (base + i * kRouteThreads >= a.experts) continue;
+        const u32 at = i * kRouteThreads + thread_id();
+        s.tile[at] = base == e0 ? mine[i] : order_of(score_of(base + at));
       }
       block_sync();
-      const u32 n = a.experts - other0 < kRouteThreads ? a.experts - other0 : kRouteThreads;
-#pragma unroll 8
-      for (u32 i = 0; i < n; ++i) rank += tile[i] > mine || (tile[i] == mine && other0 + i < e);
+      const u32 n = a.experts - base < kRouteTile ? a.experts - base : kRouteTile;
+      add_ranks(s, base, n, mine, e0, a.experts, rank);
     }
-    const bool taken = rank < a.k;
-    const u64 ballot = wave_ballot(taken);
-    if (lane_id() == 0) places[wave_id()] = bit_count(ballot);
+    u64 ballot[kRouteItems];
+#pragma unroll
+    for (u32 i = 0; i < kRouteItems; ++i) {
+      ballot[i] = wave_ballot(rank[i] < a.k);
+      if (lane_id() == 0) s.places[i][wave_id()] = bit_count(ballot[i]);
+    }
     block_sync();
-    u32 place = found;
-    for (u32 i = 0; i < kRouteWaves; ++i) {
-      if (i < wave_id()) place += places[i];
-      found += places[i];
-    }
-    place += bit_count(ballot & ((u64(1) << lane_id()) - 1));
-    if (taken) {
-      ids[place] = i32(e);
-      weights[place] = score;
-      if (place < kRouteThreads) chosen[place] = score;
+#pragma unroll
+    for (u32 i = 0; i < kRouteItems; ++i) {
+      u32 place = found + bit_count(ballot[i] & ((u64(1) << lane_id()) - 1));
+      for (u32 w = 0; w < kRouteWaves; ++w) {
+        if (w < wave_id()) place += s.places[i][w];
+        found += s.places[i][w];
+      }
+      if (rank[i] >= a.k) continue;
+      ids[place] = i32(e0 + i * kRouteThreads + thread_id());
+      weights[place] = score[i];
+      if (place < kRouteTile) s.chosen[place] = score[i];
     }
   }
   block_sync();
   float factor = a.scale;
   if (a.divide) { // in the order of ids, as the CPU sums
     float sum = 0;
-    for (u32 i = 0; i < a.k; ++i) sum += i < kRouteThreads ? chosen[i] : weights[i];
+    for (u32 i = 0; i < a.k; ++i) sum += i < kRouteTile ? s.chosen[i] : weights[i];
     factor /= sum < a.floor ? a.floor : sum;
     block_sync(); // all have read `weights`
   }
   for (u32 i = thread_id(); i < a.k; i += kRouteThreads)
-    weights[i] = (i < kRouteThreads ? chosen[i] : weights[i]) * factor;
+    weights[i] = (i < kRouteTile ? s.chosen[i] : weights[i]) * factor;
 }

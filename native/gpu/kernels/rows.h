@@ -5,7 +5,9 @@
 
 namespace apu::gpu {
 
-constexpr u32 kRowThreads = 256;
+constexpr u32 kEmbedThreads = 256;
+constexpr u32 kNormThreads = 512;
+constexpr u32 kNormItems = 4; // of four columns, that a thread keeps
 
 // How many rows a tensor has in a step.
 struct RowCount {

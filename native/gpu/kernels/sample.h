@@ -19,7 +19,8 @@ struct ChunkStats {
   u32 bad;       // NaN or +infinity
   float max;     // after penalties, bias and mask
   u32 best;      // first token that has it
-  u32 reserved[3];
+  u32 reserved;
+  u64 mass; // of exp((x - max) / temperature), in units of 2^-39, where a token is drawn from many
 };
 
 // What one output has in scratch; offsets in bytes, all multiples of 64.

@@ -28,6 +28,11 @@ APU_DEVICE bool is_adjusted(const Output &o) {
   return has_penalties(o) || o.bias_count || o.mask_at != kNone;
 }
 
+// A token is drawn without top_k, or from more than kFew.
+APU_DEVICE bool draws_many(const Output &o, u32 size) {
+  return (o.want & APU_OUT_SAMPLE) && o.temperature != 0 && !(o.top_k && o.top_k < size && o.top_k <= kFew);
+}
+
 // A wave's share of a chunk: kSurveyItems times kWaveSize consecutive logits, item by item.
 APU_DEVICE u32 item_of(u32 i) {
   return wave_id() * (kSurveyItems * kWaveSize) + i * kWaveSize + lane_id();
@@ -54,6 +59,7 @@ APU_DEVICE void adjust(const StepView &step, const Output &o, u32 begin, float *
   APU_SHARED float logits[kChunk];
   APU_SHARED u32 ids[kSurveyThreads];
   APU_SHARED float values[kSurveyThreads];
+  APU_SHARED u32 counts[kSurveyWaves];
   const u32 *extras = step.extras[0];
 #pragma unroll
   for (u32 i = 0; i < kSurveyItems; ++i) logits[item_of(i)] = v[i];
@@ -69,20 +75,27 @@ APU_DEVICE void adjust(const StepView &step, const Output &o, u32 begin, float *
     }
     block_sync();
   }
-  // A token may have several biases: each is added, in order, by the thread that holds the token.
+  // A token may have several biases: those of this chunk are gathered in order, and each is added by the thread that
+  // holds the token.
   for (u32 first = 0; first < o.bias_count; first += kSurveyThreads) {
     const u32 mine = first + thread_id();
-    if (mine < o.bias_count) {
-      ids[thread_id()] = extras[o.bias_at + mine] - begin;
-      values[thread_id()] = bits_to_float(extras[o.bias_at + o.bias_count + mine]);
+    const u32 at = mine < o.bias_count ? extras[o.bias_at + mine] - begin : kNone;
+    const u64 ballot = wave_ballot(at < kChunk);
+    if (lane_id() == 0) counts[wave_id()] = bit_count(ballot);
+    block_sync();
+    u32 place = bit_count(ballot & ((u64(1) << lane_id()) - 1)), n = 0;
+    for (u32 w = 0; w < kSurveyWaves; ++w) {
+      if (w < wave_id()) place += counts[w];
+      n += counts[w];
+    }
+    if (at < kChunk) {
+      ids[place] = at;
+      values[place] = bits_to_float(extras[o.bias_at + o.bias_count + mine]);
     }
     block_sync();
-    const u32 n = o.bias_count - first < kSurveyThreads ? o.bias_count - first : kSurveyThreads;
-    for (u32 i = 0; i < n; ++i) {
-      const u32 at = ids[i];
-      if (at < kChunk && at / (kSurveyItems * kWaveSize) == wave_id() && at % kWaveSize == lane_id())
-        logits[at] += values[i];
-    }
+    for (u32 i = 0; i < n; ++i)
+      if (ids[i] / (kSurveyItems * kWaveSize) == wave_id() && ids[i] % kWaveSize == lane_id())
+        logits[ids[i]] += values[i];
     block_sync();
   }
 #pragma unroll
@@ -98,6 +111,7 @@ APU_DEVICE void adjust(const StepView &step, const Output &o, u32 begin, float *
 APU_KERNEL(kSurveyThreads) void sample_survey(SampleArgs a) {
   APU_SHARED float raw[kSurveyWaves], most[kSurveyWaves], parts[kSurveyWaves];
   APU_SHARED u32 first[kSurveyWaves], bad[kSurveyWaves];
+  APU_SHARED u64 masses[kSurveyWaves];
   const u32 slot = block_id_y(), index = a.base + slot;
   if (index >= a.step.counts->outputs) return;
   const Output &o = a.step.outputs[index];
@@ -143,7 +157,7 @@ APU_KERNEL(kSurveyThreads) void sample_survey(SampleArgs a) {
     bad[wave_id()] = any_broken != 0;
   }
   block_sync();
-  ChunkStats stats = {raw[0], 0, bad[0], most[0], first[0], {}};
+  ChunkStats stats = {raw[0], 0, bad[0], most[0], first[0], 0, 0};
 #pragma unroll
   for (u32 w = 1; w < kSurveyWaves; ++w) {
     stats.raw_max = max_f32(stats.raw_max, raw[w]);
@@ -155,6 +169,15 @@ APU_KERNEL(kSurveyThreads) void sample_survey(SampleArgs a) {
 #pragma unroll
     for (u32 i = 0; i < kSurveyItems; ++i) sum += exp_f32(v[i] - stats.raw_max);
     stats.raw_sum = block_sum(sum, parts, kSurveyWaves);
+  }
+  if (draws_many(o, size) && stats.max > kMinusInfinity) {
+    u64 mass = 0;
+#pragma unroll
+    for (u32 i = 0; i < kSurveyItems; ++i) mass += mass_of(exp_f32((y[i] - stats.max) / o.temperature));
+    mass = wave_sum64(mass);
+    if (lane_id() == 0) masses[wave_id()] = mass;
+    block_sync();
+    for (u32 w = 0; w < kSurveyWaves; ++w) stats.mass += masses[w];
   }
   if (thread_id() == 0) reinterpret_cast<ChunkStats *>(scratch + a.layout.stats)[block_id()] = stats;
 }
@@ -229,10 +252,23 @@ struct Drawn {
   const float *cell_max;
   u32 *list;
   u64 *tile_mass;
+  const ChunkStats *stats; // their max and mass are of x
+  u32 chunks;
   u32 size;
 };
 APU_DEVICE View all_of(const Drawn &d) {
-  return {d.x, d.size, nullptr, (d.size + kCell - 1) / kCell};
+  return {d.x, d.size, nullptr, (d.size + kCell - 1) / kCell, 0};
+}
+
+// A chunk's part of the sum of exp((x - most) / temperature).
+APU_DEVICE u64 chunk_mass(const ChunkStats &stats, float most, float temperature) {
+  return stats.mass ? u64(double(stats.mass) * exp_f64((double(stats.max) - double(most)) / double(temperature))) : 0;
+}
+APU_DEVICE u64 total_mass(const Drawn &d, const Output &o, float most, FinishShared &s) {
+  u64 sum = 0, total;
+  for (u32 c = thread_id(); c < d.chunks; c += kFinishThreads) sum += chunk_mass(d.stats[c], most, o.temperature);
+  block_scan(sum, s.select.wave_totals, total);
+  return total;
 }
 
 // The n largest logits, of equal ones the lower ids.
@@ -250,7 +286,7 @@ APU_DEVICE Top choose_top(const Drawn &d, u32 n, SelectShared &s) {
   const auto wanted = [n](u64) { return u64(n); };
   Top top = {all_of(d), 0, kNone - 1};
   if (n < top.view.cells) { // n cells have a maximum that is as large as the n-th largest of maxima
-    const View maxima = {d.cell_max, top.view.cells, nullptr, (top.view.cells + kCell - 1) / kCell};
+    const View maxima = {d.cell_max, top.view.cells, nullptr, (top.view.cells + kCell - 1) / kCell, 0};
     const u32 least = select(maxima, key, one, wanted, s).key;
     top.view.cells =
         list_cells(d.cell_max, top.view.cells, [least](float m) { return ordered(m) >= least; }, d.list, s);
@@ -275,76 +311,228 @@ template <class Use> APU_DEVICE void collect(const Top &top, u32 &counter, const
   });
   block_sync();
 }
-// Up to kFew of them into keys, sorted.
-APU_DEVICE void collect_sorted(const Top &top, u32 n, FinishShared &s) {
-  collect(top, s.count, [&s](u32 place, float x, u32 id) { s.keys[place] = u64(~ordered(x)) << 32 | id; });
-  block_sort(s.keys, n, [](u64 a, u64 b) { return a < b; });
+// A sorted key: ascending keys are descending logits, of equal ones the lower ids first.
+APU_DEVICE u64 key_of(float x, u32 id) {
+  return u64(~ordered(x)) << 32 | id;
 }
 APU_DEVICE float logit_of(u64 key) {
   return from_ordered(~u32(key >> 32));
 }
-
-APU_DEVICE void write_top(const Drawn &d, u32 n, double normalizer, i32 *ids, float *logprobs, FinishShared &s) {
-  const Top top = choose_top(d, n, s.select);
-  if (n <= kFew) {
-    collect_sorted(top, n, s);
-    for (u32 i = thread_id(); i < n; i += kFinishThreads) ids[i] = i32(u32(s.keys[i]));
-  } else {
-    collect(top, s.count, [ids](u32 place, float, u32 id) { ids[place] = i32(id); });
-    const float *x = d.x;
-    block_sort(ids, n, [x](i32 a, i32 b) {
-      const float p = x[a], q = x[b];
-      return p > q || (p == q && a < b);
-    });
-  }
+APU_DEVICE void sort_keys(u64 *keys, u32 n, SelectShared &s) {
+  if (n > kRanked) return block_sort(keys, n, [](u64 a, u64 b) { return a < b; });
+  u64 *sorted = reinterpret_cast<u64 *>(s.high);
+  const u32 rank = rank_of(keys, n, [](u64 a, u32, u64 b, u32) { return a < b; }); // keys are distinct
+  if (thread_id() % 4 == 0 && thread_id() / 4 < n) sorted[rank] = keys[thread_id() / 4];
   block_sync();
-  for (u32 i = thread_id(); i < n; i += kFinishThreads) logprobs[i] = float(double(d.x[ids[i]]) - normalizer);
+  if (thread_id() < n) keys[thread_id()] = sorted[thread_id()];
   block_sync();
 }
 
-// From the top_k largest, at most kFew: sums in the CPU's order, by one thread.
-APU_DEVICE u32 draw_few(const Drawn &d, const Output &o, double u, FinishShared &s) {
-  const u32 n = o.top_k;
-  collect_sorted(choose_top(d, n, s.select), n, s);
+// At least the n largest as sorted keys; returns how many, or 0 where they are too many. Maxima of n of up to kRanked
+// groups of cells are at least the n-th largest of these maxima, and few other logits are.
+APU_DEVICE u32 quick_groups(u32 size) {
+  const u32 cells = (size + kCell - 1) / kCell;
+  return cells < kRanked ? cells : kRanked;
+}
+APU_DEVICE u32 most_quick(u32 size) { // of n
+  return size > kFew ? quick_groups(size) * 3 / 4 : kFew;
+}
+APU_DEVICE u32 collect_quick(const Drawn &d, u32 n, FinishShared &s) {
+  const u32 cells = (d.size + kCell - 1) / kCell, groups = quick_groups(d.size);
+  u32 *list = s.select.low, *maxima = s.select.high;
+  u32 least = 0;
+  block_sync();
+  if (d.size > kFew) {
+    if (thread_id() < groups) {
+      float most = kMinusInfinity;
+#pragma unroll 4
+      for (u32 c = thread_id(); c < cells; c += groups) most = max_f32(most, d.cell_max[c]);
+      maxima[thread_id()] = ordered(most);
+    }
+    block_sync();
+    const u32 rank = rank_of(maxima, groups, [](u32 a, u32 i, u32 b, u32 j) { return a > b || (a == b && i < j); });
+    if (thread_id() % 4 == 0 && thread_id() / 4 < groups && rank == n - 1) s.token = maxima[thread_id() / 4];
+    if (thread_id() == 0) s.count = 0;
+    block_sync();
+    least = s.token;
+  } else {
+    if (thread_id() == 0) s.count = 0;
+    block_sync();
+  }
+#pragma unroll 4
+  for (u32 c = thread_id(); c < cells; c += kFinishThreads) {
+    if (ordered(d.cell_max[c]) < least) continue;
+    const u32 place = atomic_add(&s.count, 1);
+    if (place < kBins) list[place] = c;
+  }
+  block_sync();
+  const u32 chosen = s.count;
+  block_sync();
+  if (chosen > kBins) return 0;
+  if (thread_id() == 0) s.count = 0;
+  block_sync();
+  constexpr u32 items = kCell / kWaveSize;
+#pragma unroll 2
+  for (u32 c = wave_id(); c < chosen; c += kFinishWaves) {
+    float v[items];
+#pragma unroll
+    for (u32 i = 0; i < items; ++i) {
+      const u32 id = list[c] * kCell + i * kWaveSize + lane_id();
+      v[i] = id < d.size ? d.x[id] : kMinusInfinity;
+    }
+#pragma unroll
+    for (u32 i = 0; i < items; ++i) {
+      const u32 id = list[c] * kCell + i * kWaveSize + lane_id();
+      if (id >= d.size || ordered(v[i]) < least) continue;
+      const u32 place = atomic_add(&s.count, 1);
+      if (place < kFew) s.keys[place] = key_of(v[i], id);
+    }
+  }
+  block_sync();
+  const u32 found = s.count;
+  block_sync();
+  if (found > kFew) return 0;
+  sort_keys(s.keys, found, s.select);
+  return found;
+}
+
+// The n largest, at most kFew, as sorted keys.
+APU_DEVICE void collect_sorted(const Drawn &d, u32 n, FinishShared &s) {
+  if (n <= most_quick(d.size) && collect_quick(d, n, s)) return;
+  collect(choose_top(d, n, s.select), s.count, [&s](u32 place, float x, u32 id) { s.keys[place] = key_of(x, id); });
+  sort_keys(s.keys, n, s.select);
+}
+
+APU_DEVICE void write_top(const Drawn &d, u32 n, double normalizer, i32 *ids, float *logprobs, FinishShared &s) {
+  if (n <= kFew) {
+    collect_sorted(d, n, s);
+    for (u32 i = thread_id(); i < n; i += kFinishThreads) {
+      ids[i] = i32(u32(s.keys[i]));
+      logprobs[i] = float(double(d.x[u32(s.keys[i])]) - normalizer);
+    }
+    block_sync();
+    return;
+  }
+  collect(choose_top(d, n, s.select), s.count, [ids](u32 place, float, u32 id) { ids[place] = i32(id); });
+  const float *x = d.x;
+  block_sort(ids, n, [x](i32 a, i32 b) {
+    const float p = x[a], q = x[b];
+    return p > q || (p == q && a < b);
+  });
+  for (u32 i = thread_id(); i < n; i += kFinishThreads) logprobs[i] = float(double(x[ids[i]]) - normalizer);
+  block_sync();
+}
+
+// use(weight, index) in order, by one thread, with eight loads under way; ends early where it returns false.
+template <class Use> APU_DEVICE void in_order(const double *weights, u32 n, const Use &use) {
+  for (u32 i = 0; i < n; i += 8) {
+    double w[8];
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) w[j] = weights[i + j < n ? i + j : i];
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j)
+      if (i + j < n && !use(w[j], i + j)) return;
+  }
+}
+
+// A token of n sorted keys, after top_p and min_p, with the CPU's double arithmetic in its order. `total`: of the
+// weights of all tokens, those that are not among the keys included; 0: of the keys. kNone where the cuts may keep
+// others.
+APU_DEVICE u32 draw_sorted(u32 n, const Output &o, double total, double u, FinishShared &s) {
   const double most = logit_of(s.keys[0]);
   for (u32 i = thread_id(); i < n; i += kFinishThreads)
     s.weights[i] = exp_f64((double(logit_of(s.keys[i])) - most) / double(o.temperature));
   block_sync();
   if (thread_id() == 0) {
-    double total = 0;
+    const bool all = total == 0;
     u32 count = 0;
-    for (; count < n && logit_of(s.keys[count]) > kMinusInfinity; ++count) total += s.weights[count];
+    double sum = 0;
+    in_order(s.weights, n, [&](double w, u32 i) {
+      if (!(logit_of(s.keys[i]) > kMinusInfinity)) return false;
+      sum += w;
+      count = i + 1;
+      return true;
+    });
+    bool known = all || s.weights[n - 1] < double(o.min_p);
     u32 keep = count;
     if (o.top_p < 1) {
-      const double target = double(o.top_p) * total;
-      double sum = 0;
-      for (keep = 0; keep < count && (keep == 0 || sum < target); ++keep) sum += s.weights[keep];
+      const double target = double(o.top_p) * (all ? sum : total);
+      known |= sum >= target;
+      keep = 0, sum = 0;
+      in_order(s.weights, count, [&](double w, u32 i) {
+        if (i && !(sum < target)) return false;
+        sum += w;
+        keep = i + 1;
+        return true;
+      });
     }
     while (keep > 1 && s.weights[keep - 1] < double(o.min_p)) --keep;
-    s.count = keep;
+    s.count = known ? keep : 0;
   }
   block_sync();
   const u32 keep = s.count;
-  for (u32 i = thread_id(); i < keep; i += kFinishThreads) s.keys[i] = (s.keys[i] & 0xffffffffu) << 32 | i;
-  block_sort(s.keys, keep, [](u64 a, u64 b) { return a < b; });
+  if (keep == 0) return kNone;
+  if (thread_id() < keep) s.keys[thread_id()] = (s.keys[thread_id()] & 0xffffffffu) << 32 | thread_id();
+  block_sync();
+  sort_keys(s.keys, keep, s.select);
+  double *by_id = reinterpret_cast<double *>(s.select.low);
+  if (thread_id() < keep) by_id[thread_id()] = s.weights[u32(s.keys[thread_id()])];
+  block_sync();
   if (thread_id() == 0) {
-    double total = 0, sum = 0;
-    for (u32 i = 0; i < keep; ++i) total += s.weights[u32(s.keys[i])];
-    const double target = u * total;
-    u32 at = 0;
-    while (at + 1 < keep && !((sum += s.weights[u32(s.keys[at])]) > target)) ++at;
+    double sum = 0;
+    in_order(by_id, keep, [&](double w, u32) { return sum += w, true; });
+    const double target = u * sum;
+    u32 at = keep - 1;
+    sum = 0;
+    in_order(by_id, keep, [&](double w, u32 i) {
+      if (!((sum += w) > target)) return true;
+      at = i;
+      return false;
+    });
     s.token = u32(s.keys[at] >> 32);
   }
   block_sync();
   return s.token;
 }
 
+// Of all tokens: the chunk by the survey's masses, then the token in it.
+APU_DEVICE u32 draw_plain(const Drawn &d, const Output &o, float most, double u, FinishShared &s) {
+  const u32 run = (d.chunks + kFinishThreads - 1) / kFinishThreads, begin = thread_id() * run;
+  const auto mass = [&](u32 c) { return chunk_mass(d.stats[c], most, o.temperature); };
+  u64 sum = 0, total;
+  for (u32 c = begin; c < begin + run && c < d.chunks; ++c) sum += mass(c);
+  u64 before = block_scan(sum, s.select.wave_totals, total);
+  u64 goal = u64(u * double(total));
+  if (goal >= total) goal = total - 1;
+  if (before <= goal && goal < before + sum) {
+    u32 c = begin;
+    while (before + mass(c) <= goal) before += mass(c++);
+    s.select.found[0] = c;
+    s.weights[0] = double(goal - before) / double(mass(c));
+  }
+  block_sync();
+  const u32 first = u32(s.select.found[0]) * (kChunk / kCell), cells = (d.size + kCell - 1) / kCell;
+  const double part = s.weights[0];
+  const View view = {d.x, d.size, nullptr, cells - first < kChunk / kCell ? cells - first : kChunk / kCell, first};
+  const float temperature = o.temperature;
+  return locate(
+      view, [=](float x, u32) { return mass_of(exp_f32((x - most) / temperature)); },
+      [part](u64 all) { return u64(part * double(all)); }, d.tile_mass, s.select);
+}
+
 // From any number of tokens; kNone where rounding leaves none.
 APU_DEVICE u32 draw_many(const Drawn &d, const Output &o, float most, double u, FinishShared &s) {
   const float temperature = o.temperature;
+  const bool cuts = o.top_k && o.top_k < d.size;
+  if (!cuts && o.top_p >= 1 && !(o.min_p > 0)) return draw_plain(d, o, most, u, s);
+  if (!cuts) {
+    const u32 n = collect_quick(d, most_quick(d.size), s);
+    const u32 token = n ? draw_sorted(n, o, double(total_mass(d, o, most, s)) * 0x1p-39, u, s) : kNone;
+    if (token != kNone) return token;
+  }
   const auto weight = [most, temperature](float x) { return exp_f32((x - most) / temperature); };
   Top top = {all_of(d), 0, kNone - 1};
-  if (o.top_k && o.top_k < d.size) top = choose_top(d, o.top_k, s.select);
+  if (cuts) top = choose_top(d, o.top_k, s.select);
   // A token stays when its weight is above `cut`, or equal to it with an id of at most `last`.
   float cut = o.min_p > kLeastNormal ? o.min_p : kLeastNormal;
   u32 last = kNone - 1;
@@ -449,8 +637,8 @@ APU_KERNEL(kFinishThreads) void sample_finish(SampleArgs a) {
     const u32 size = a.step.vocabulary;
     const float *x = a.logits + u64(index) * size;
     u8 *scratch = a.scratch + slot * a.layout.slot_bytes;
-    const Survey survey =
-        gather_survey(reinterpret_cast<const ChunkStats *>(scratch + a.layout.stats), a.chunks, wants_logprobs(o), s);
+    const ChunkStats *stats = reinterpret_cast<const ChunkStats *>(scratch + a.layout.stats);
+    const Survey survey = gather_survey(stats, a.chunks, wants_logprobs(o), s);
     u32 *list = reinterpret_cast<u32 *>(scratch + a.layout.list);
     u64 *tile_mass = reinterpret_cast<u64 *>(scratch + a.layout.tile_mass);
     const float *raw_cells = reinterpret_cast<const float *>(scratch + a.layout.raw_cells);
@@ -458,24 +646,26 @@ APU_KERNEL(kFinishThreads) void sample_finish(SampleArgs a) {
       result.status = kOutputNotFinite;
     } else {
       if (o.want & APU_OUT_TOP)
-        write_top({x, raw_cells, list, tile_mass, size}, o.top_n, survey.normalizer, a.step.top_ids[0] + o.top_at,
-                  a.step.top_logprobs[0] + o.top_at, s);
+        write_top({x, raw_cells, list, tile_mass, stats, a.chunks, size}, o.top_n, survey.normalizer,
+                  a.step.top_ids[0] + o.top_at, a.step.top_logprobs[0] + o.top_at, s);
       if (!(o.want & APU_OUT_SAMPLE)) {
       } else if (!(survey.max > kMinusInfinity)) {
         result.status = kOutputNothingAllowed;
       } else {
         u32 token = survey.best;
         if (o.temperature != 0) {
-          Drawn drawn = {x, raw_cells, list, tile_mass, size};
+          Drawn drawn = {x, raw_cells, list, tile_mass, stats, a.chunks, size};
           if (is_adjusted(o)) {
             drawn.x = reinterpret_cast<const float *>(scratch + a.layout.adjusted);
             drawn.cell_max = reinterpret_cast<const float *>(scratch + a.layout.cells);
           }
           const double u = uniform(o.seed, a.step.rows[o.row].position, o.draw);
-          if (o.top_k && o.top_k < size && o.top_k <= kFew)
-            token = draw_few(drawn, o, u, s);
-          else
+          if (draws_many(o, size)) {
             token = draw_many(drawn, o, survey.max, u, s);
+          } else {
+            collect_sorted(drawn, o.top_k, s);
+            token = draw_sorted(o.top_k, o, 0, u, s);
+          }
           if (token == kNone) token = survey.best;
         }
         result.token = i32(token);

@@ -18,8 +18,9 @@ constexpr u32 kBins = 2048;
 struct View {
   const float *x;
   u32 size;        // of x
-  const u32 *list; // chosen cells, or null: all
-  u32 cells;       // of the list, or of x
+  const u32 *list; // chosen cells, or null: those from `first` on
+  u32 cells;       // of the list, or from `first` on
+  u32 first;
 };
 
 struct SelectShared {
@@ -83,7 +84,7 @@ template <class Use> APU_DEVICE void for_tile(const View &view, u32 tile, const 
 #pragma unroll
   for (u32 i = 0; i < items; ++i) {
     const u32 at = tile * kTileCells + i / (kCell / kWaveSize);
-    const u32 cell = at >= view.cells ? 0 : view.list ? view.list[at] : at;
+    const u32 cell = at >= view.cells ? 0 : view.list ? view.list[at] : view.first + at;
     id[i] = cell * kCell + i % (kCell / kWaveSize) * kWaveSize + lane_id();
     if (at >= view.cells || id[i] >= view.size) id[i] = kNone;
     v[i] = id[i] == kNone ? -__builtin_inff() : view.x[id[i]];
@@ -186,7 +187,7 @@ APU_DEVICE u32 locate(const View &view, const Mass &mass, const Wanted &wanted, 
   u32 id = kNone;
   u64 mine = 0;
   if (thread_id() < kTileCells * kCell && at < view.cells) {
-    id = (view.list ? view.list[at] : at) * kCell + thread_id() % kCell;
+    id = (view.list ? view.list[at] : view.first + at) * kCell + thread_id() % kCell;
     if (id < view.size) mine = mass(view.x[id], id);
   }
   goal = s.found[1];
@@ -226,6 +227,19 @@ template <class T, class Before> APU_DEVICE void block_sort(T *v, u32 n, const B
     }
   }
   block_sync();
+}
+
+// How many of v[0..n) come before v[index], for index thread_id() / 4 < n, n at most kRanked; in all of its four
+// threads.
+constexpr u32 kRanked = kFinishThreads / 4;
+template <class T, class Before> APU_DEVICE u32 rank_of(const T *v, u32 n, const Before &before) {
+  const u32 index = thread_id() / 4;
+  const T mine = v[index < n ? index : 0];
+  u32 rank = 0;
+#pragma unroll 8
+  for (u32 i = thread_id() % 4; i < n; i += 4) rank += before(v[i], i, mine, index);
+  rank += wave_shuffle_xor(rank, 1);
+  return rank + wave_shuffle_xor(rank, 2);
 }
 
 } // namespace apu::gpu
