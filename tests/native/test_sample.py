@@ -100,6 +100,7 @@ def test_broken_logits_are_an_error(device: Device) -> None:
         head = next(t for t in rig.tensors if t["name"] == "head")
         matrix = np.zeros((64, 16), np.float32)
         matrix[5] = value
+        rig.keep.append(matrix)
         rig.segments[rig.planes[head["plane_begin"]]["segment_begin"]]["address"] = matrix.ctypes.data
         with (
             rig.build(device) as plan,
