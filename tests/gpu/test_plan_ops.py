@@ -16,7 +16,7 @@ import test_ops as native_ops
 import test_replay as native_replay
 import test_sample as native_sample
 from numpy.typing import NDArray
-from rig import NONE, OUTPUT, Rig, Step, rms_norm
+from rig import NONE, OUTPUT, Plan, Rig, Step, rms_norm
 
 from apu_engine._native import Device, lib
 
@@ -164,7 +164,7 @@ def test_gated_pair(device: Device, gpu: Device, gated: int, kinds: tuple[str, .
     compare(products(kinds, 256, gated=gated), (device, gpu), bound)
 
 
-@pytest.mark.parametrize("precision", [lib.APU_PRECISION_FINE])
+@pytest.mark.parametrize("precision", [lib.APU_PRECISION_EXACT, lib.APU_PRECISION_FINE])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_precisions(device: Device, gpu: Device, precision: int, kind: str) -> None:
     rig = products((kind, kind), 320, precision=precision, norm=False)
@@ -221,6 +221,89 @@ def test_hidden_rows_and_logits_reach_the_caller(gpu: Device) -> None:
                 else:
                     assert not result[name].any()
         assert results[0]["token"][0] == int((head @ expected[0]).argmax())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv": np.float16},
+        {"heads": 8, "kv_heads": 1, "d": 48, "dv": 80},
+        {"window": 100, "kv": np.float16},
+        {"cap": 1.5},
+        {"sinks": True, "window": 64, "cap": 3.0},
+    ],
+    ids=str,
+)
+def test_stored_rows_are_attended(device: Device, gpu: Device, options: dict[str, Any]) -> None:
+    """ROPE_STORE and ATTENTION on pages that the device wrote itself; the layout of its pages is its own."""
+    found = []
+    for target in (device, gpu):
+        case = Attended(**options)
+        with case.rig.build(target) as plan:
+            found.append(case.run(plan))
+    for expected, got in zip(*found, strict=True):
+        close(got, expected, 2e-3 if options.get("kv") is np.float16 else 2e-5)
+
+
+class Attended:
+    """q, k, v from tables by token; three ragged sequences of several steps each."""
+
+    def __init__(
+        self,
+        heads: int = 6,
+        kv_heads: int = 2,
+        d: int = 32,
+        dv: int = 0,
+        window: int = 0,
+        kv: Any = np.float32,
+        **more: Any,
+    ) -> None:
+        dv = dv or d
+        rig = self.rig = Rig(rows=64, positions=1024)
+        q = rig.input(random(64, heads * d), "q")
+        k = rig.input(random(64, kv_heads * d, seed=2), "k")
+        v = rig.input(random(64, kv_heads * dv, seed=3), "v")
+        states = [
+            rig.state("K", kv_heads, d, 12, dtype=kv, window=window, keys=True),
+            rig.state("V", kv_heads, dv, 12, dtype=kv, window=window),
+        ]
+        for state in states:
+            rig.memory(state)[...] = 0
+        norms = [rig.weight(name, random(d, seed=seed)) for name, seed in (("qn", 4), ("kn", 5))]
+        rig.op(
+            lib.APU_OP_ROPE_STORE,
+            ins=(q, k, v),
+            outs=(q,),
+            weights=norms,
+            states=states,
+            ints=(d // 4 * 2, lib.APU_ROPE_HALVES),
+            floats=(EPS, 10000.0, 1.0, 0.0, 1.0),
+        )
+        self.out = rig.scratch("out", heads * dv)
+        sinks = rig.weight("sinks", random(heads, seed=6)) if more.get("sinks") else NONE
+        rig.op(
+            lib.APU_OP_ATTENTION,
+            ins=(q,),
+            outs=(self.out,),
+            weights=(sinks,),
+            states=states,
+            floats=(d**-0.5, more.get("cap", 0.0)),
+        )
+
+    def run(self, plan: Plan) -> list[NDArray[np.float32]]:
+        tables = [[7, 2, 9, 1], [0, 5, 11, 3], [4, 8, 10, 6]]
+        at, out = [0, 0, 0], []
+        for counts in ((40, 1, 7), (60, 1, 1), (1, 1, 1), (64, 0, 0), (0, 60, 4), (1, 1, 0), (0, 0, 58), (1, 1, 1)):
+            step, rows = Step(1), 0
+            for s, count in enumerate(counts):
+                if count:
+                    step.sequence([(at[s] + 3 * i + s) % 64 for i in range(count)], at[s], [tables[s]])
+                    at[s] += count
+                    rows += count
+            plan.run(step)
+            out.append(plan.read(self.out, rows))
+        return out
 
 
 @pytest.mark.parametrize(
