@@ -44,7 +44,7 @@ class EngineConfig:
     device: str = option(
         "str",
         "auto",
-        "Where the model runs: auto, cpu or hip[:N]; auto takes hip where usable, else cpu.",
+        "Where the model runs: auto, cpu, hip[:N] or cuda[:N]; auto takes hip where usable, else cpu.",
         "--device",
         group="model",
     )
@@ -66,6 +66,14 @@ class EngineConfig:
         "--isa",
         group="model",
         choices=("auto", "portable", "avx2", "avx2vnni", "avx512"),
+    )
+    kernels: str | None = option(
+        "path",
+        None,
+        "Folder of the GPU's code objects, where they lie elsewhere than beside the library.",
+        "--kernels",
+        group="model",
+        default_text="those of the build",
     )
     pin: bool = option("bool", False, "Pin each CPU worker to one core.", "--pin", group="model")
     precision: str = option(
@@ -91,7 +99,7 @@ class EngineConfig:
         "str",
         "auto",
         "How a device reaches the weights: in place after registration, in place without, or as one copy "
-        "on the device. The CPU reads the mapped file in place (direct).",
+        "on the device. The CPU reads the mapped file in place (direct), GPUs hold one copy (staged).",
         "--memory",
         group="model",
         choices=("auto", "registered", "direct", "staged"),
@@ -396,6 +404,12 @@ def debug_wanted(argv: Sequence[str], environment: Mapping[str, str] | None = No
     """Whether tracebacks are asked for: known before the command line is parsed, because parsing can fail too."""
     environment = os.environ if environment is None else environment
     return "--debug" in argv or environment.get(spec("debug").env, "").lower() in TRUE
+
+
+def kernels_wanted(environment: Mapping[str, str] | None = None) -> str | None:
+    """The folder of code objects that the environment names, for devices that are opened without a configuration."""
+    environment = os.environ if environment is None else environment
+    return environment.get(spec("kernels").env) or None
 
 
 def configuration_markdown() -> str:

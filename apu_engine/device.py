@@ -1,36 +1,106 @@
-"""Which device runs the model, and why: hip where it is usable, else cpu."""
+"""Which device runs the model, and why: hip where it is usable, else cpu.
+
+"auto" asks the HIP runtime only where the kernel shows an AMD GPU, so that other machines load no library. A GPU that
+is there but cannot be used is never passed over in silence: the reason says what is missing and how to get it.
+"""
 
 from __future__ import annotations
 
+import grp
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from apu_engine.errors import ConfigError
 
+if TYPE_CHECKING:
+    from apu_engine._native import Device
+
 _KFD = Path("/dev/kfd")
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+_REQUEST = re.compile(r"(auto|cpu|hip|cuda)(?::(\d{1,4}))?")
 
 
-def pick_device(request: str = "auto") -> tuple[str, str]:
-    """(device, reason) for "auto", "cpu" or "hip[:N]".
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A device and why it was chosen."""
+
+    kind: str
+    index: int
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """As --device takes it: "cpu", "hip:0"."""
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+def open_device(
+    request: str = "auto",
+    *,
+    kernels: str | None = None,
+    threads: int = 0,
+    isa: str = "auto",
+    pin: bool = False,
+) -> tuple[Device, Choice]:
+    """The open device for "auto", "cpu", "hip[:N]" or "cuda[:N]". `kernels` is a GPU's, the other options the cpu's.
 
     Raises ConfigError when the request names a device that this build or machine cannot offer.
     """
-    kind = request.partition(":")[0]
+    device, choice = _find(request, kernels)
+    if device is None:
+        from apu_engine import _native
+
+        device = _native.Device("cpu", threads=threads, isa=isa, pin=pin)
+    return device, choice
+
+
+def pick_device(request: str = "auto", kernels: str | None = None) -> Choice:
+    """What `open_device` would open; a GPU is opened for that, and closed again."""
+    device, choice = _find(request, kernels)
+    if device is not None:
+        device.close()
+    return choice
+
+
+def _find(request: str, kernels: str | None) -> tuple[Device | None, Choice]:
+    """An open GPU, or None for the cpu."""
+    match = _REQUEST.fullmatch(request)
+    if match is None or (match[2] is not None and match[1] in ("auto", "cpu")):
+        raise ConfigError(f"--device {request}: expected auto, cpu, hip[:N] or cuda[:N]", "device")
+    kind, index = match[1], int(match[2] or 0)
     if kind == "cpu":
-        return "cpu", "as asked"
-    gpu = amd_gpu()
-    missing = "this build has no GPU backend yet"
+        return None, Choice("cpu", 0, "as asked")
     if kind == "auto":
-        if gpu is None:
-            return (
-                "cpu",
-                "no AMD GPU: /dev/kfd is absent" if not _KFD.exists() else "no AMD GPU in /sys/class/kfd",
-            )
-        return "cpu", f"{gpu} is present, but {missing}"
-    if kind in ("hip", "cuda"):
-        raise ConfigError(f"--device {request}: {missing}; use --device cpu or auto")
-    raise ConfigError(f"--device {request}: expected auto, cpu or hip[:N]")
+        return _find_any(kernels)
+    device, problem = _open(kind, index, kernels)
+    if device is None:
+        hint = _rights() if kind == "hip" else ""
+        raise ConfigError(f"--device {request}: {problem}{hint and '; ' + hint}", "device")
+    return device, Choice(kind, index, "as asked")
+
+
+def _find_any(kernels: str | None) -> tuple[Device | None, Choice]:
+    gpu = amd_gpu()
+    if gpu is None:
+        absent = "/dev/kfd is absent" if not _KFD.exists() else "none in /sys/class/kfd"
+        return None, Choice("cpu", 0, f"no AMD GPU: {absent}")
+    device, problem = (None, rights) if (rights := _rights()) else _open("hip", 0, kernels)
+    if device is None:
+        return None, Choice("cpu", 0, f"{gpu} is present, but {problem}")
+    return device, Choice("hip", 0, "the first GPU that the runtime shows")
+
+
+def _open(kind: str, index: int, kernels: str | None) -> tuple[Device | None, str]:
+    """The device, or what keeps it from being used."""
+    from apu_engine import _native
+
+    try:
+        return _native.Device(kind, index, kernels=kernels), ""
+    except (_native.UnsupportedError, _native.DeviceError) as error:
+        return None, re.sub(r"^device (hip|cuda): ", "", str(error))
 
 
 def amd_gpu() -> str | None:
@@ -44,6 +114,20 @@ def amd_gpu() -> str | None:
         except (OSError, ValueError):
             continue
         if version:
-            rights = "" if os.access(_KFD, os.R_OK | os.W_OK) else " (no access to /dev/kfd: join group render)"
-            return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}{rights}"
+            return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
     return None
+
+
+def _rights() -> str:
+    """What keeps this user from the GPU; "" where nothing does or there is none."""
+    if not _KFD.exists() or os.access(_KFD, os.R_OK | os.W_OK):
+        return ""
+    owner = _KFD.stat().st_gid
+    try:
+        group = grp.getgrgid(owner).gr_name
+    except KeyError:
+        group = str(owner)
+    return (
+        f"this user may not open {_KFD}, which belongs to group {group}: "
+        f"`sudo usermod -aG {group} $USER`, then log in again (in a container: --group-add {group})"
+    )

@@ -213,9 +213,9 @@ def _start_alone(request: Request, foreground: bool) -> int:
     _require_model(request)
     from apu_engine.device import pick_device
 
-    device, why = pick_device(request.config.device)
+    device = pick_device(request.config.device, request.config.kernels)
     model = request.model or _demo_model()
-    _say(f"device: {device} ({why})")
+    _say(f"device: {device.name} ({device.reason})")
     command = [sys.executable, "-m", "apu_engine", "serve", f"--model={model}", *request.flags]
     argv = [*request.flags, f"--model={model}"]
     import psutil

@@ -47,6 +47,12 @@ apu_status apu_device_get_props(apu_device *device, apu_device_props *out) {
   return APU_OK;
 }
 
+apu_status apu_device_memory(apu_device *device, uint64_t *free_bytes, uint64_t *total_bytes) {
+  if (!device || !free_bytes || !total_bytes)
+    return fail(APU_E_INVALID, "apu_device_memory: device, free_bytes and total_bytes must not be NULL");
+  return device->memory(*free_bytes, *total_bytes);
+}
+
 void apu_device_close(apu_device *device) {
   delete device;
 }

@@ -30,6 +30,7 @@ struct apu_device {
   virtual ~apu_device() = default;
   virtual const char *kind() const = 0; // "cpu", "hip", "cuda"
   virtual void props(apu_device_props &out) const = 0;
+  virtual apu_status memory(uint64_t &free, uint64_t &total) = 0;
   // `bytes` is positive and `strategy` one of APU_MEMORY_*.
   virtual apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy,
                                      std::unique_ptr<apu_region> &out) = 0;

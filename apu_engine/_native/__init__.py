@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from apu_engine._native.library import kernels_folder, open_library
+from apu_engine.config import kernels_wanted
 from apu_engine.errors import ApuError, ConfigError, MappingError
 
 ffi: Any
@@ -128,9 +129,11 @@ class DeviceProps:
 
 
 class Device:
-    """A compute device. Close it after its plans and regions.
+    """A compute device: "cpu", "hip" or "cuda". Close it after its plans and regions.
 
-    `threads` 0 means the physical cores that affinity and cgroup allow; `spin_us` 0 the library's default.
+    Raises UnsupportedError, with the reason, where the machine or the build lacks it. `threads`, `isa`, `pin` and
+    `spin_us` are the cpu's; 0 means the physical cores that affinity and cgroup allow, and the library's default.
+    `kernels` names the folder of a GPU's code objects.
     """
 
     def __init__(
@@ -142,14 +145,15 @@ class Device:
         isa: str = "auto",
         pin: bool = False,
         spin_us: int = 0,
+        kernels: str | None = None,
     ) -> None:
         self.handle: Any = None
         if isa not in ISA:
             raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
-        kernels = ffi.new("char[]", os.fsencode(kernels_folder()))
+        folder = ffi.new("char[]", os.fsencode(kernels or kernels_wanted() or kernels_folder()))
         options = ffi.new(
             "apu_device_options *",
-            {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us, "kernels": kernels},
+            {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us, "kernels": folder},
         )
         out = ffi.new("apu_device **")
         check(lib.apu_device_open(kind.encode(), index, options, out))
@@ -167,6 +171,12 @@ class Device:
             memory_bytes=props.memory_bytes,
             driver_version=props.driver_version,
         )
+
+    def free_memory(self) -> int:
+        """Bytes of the device's own memory that are free now."""
+        free, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        check(lib.apu_device_memory(self.handle, free, total))
+        return int(free[0])
 
     def read_rate(self, address: int, nbytes: int, passes: int = 1) -> float:
         """Bytes per second of plain reads of a range, by all workers or a whole GPU: the best of `passes`.

@@ -8,7 +8,6 @@ are compared once, so that a stale library is an error message and not a misread
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +43,10 @@ def find() -> Path:
 
 
 def kernels_folder() -> Path:
-    """Folder of the GPU's code objects: APU_KERNELS where set, else the one beside libapu.so, else the source tree's.
+    """Folder of the GPU's code objects: beside libapu.so, else this package's.
 
     The folder need not exist: opening a device then says how to build what it needs.
     """
-    if named := os.environ.get("APU_KERNELS"):
-        return Path(named)
     own = Path(__file__).resolve().parent / "kernels"
     beside = find() / "kernels"
     return beside if beside.is_dir() else own

@@ -106,6 +106,11 @@ class LoadedModel:
     _binder: DeviceBinder
     _regions: list[Region]
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the files that were copied to the device."""
+        return self._binder.staged_bytes
+
     def close(self) -> None:
         """Waits for what runs, then frees plan, states and registrations. Harmless twice."""
         self.plan.destroy()

@@ -17,7 +17,7 @@ from apu_engine.config import EngineConfig
     "engine",
     "output",
     exclude=(
-        *("device", "threads", "isa", "pin", "memory", "mlock", "prefetch"),
+        *("device", "kernels", "threads", "isa", "pin", "memory", "mlock", "prefetch"),
         *("queue", "max_tokens", "log_level", "timings"),
     ),
     model_argument=True,

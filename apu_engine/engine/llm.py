@@ -239,7 +239,7 @@ class LLM:
             "weights": loaded.weight_bytes,
             "kv": loaded.kv_bytes,
             "scratch": loaded.scratch_bytes,
-            "copied": sum(copy.nbytes for copy in self.runtime.copies),
+            "copied": self.runtime.copied_bytes,
         }
 
     def footprint(self) -> Footprint:

@@ -24,7 +24,7 @@ from apu_engine.engine.context import ContextChoice, choose_context
 from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.sampling import sampling_defaults
-from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
+from apu_engine.errors import ApuError, BudgetError, ConfigError, MappingError, ModelError
 from apu_engine.memory.budget import human_bytes, memory_available
 from apu_engine.memory.mapping import Mapping, Progress, mlock, prefetch
 from apu_engine.weights.model_file import ModelFile
@@ -77,9 +77,17 @@ class Runtime:
 
     @property
     def device_line(self) -> str:
-        """What the model runs on, and why: `cpu, avx512, 16 threads (no AMD GPU: /dev/kfd is absent)`."""
+        """What the model runs on, and why: `cpu, avx512, 16 threads (no AMD GPU: /dev/kfd is absent)`, `hip, gfx1151,
+        Radeon 8060S Graphics (as asked)`.
+        """
         props = self.device.props
-        return f"{props.kind}, {props.arch}, {props.threads} threads ({self.device_reason})"
+        what = f"{props.threads} threads" if props.kind == "cpu" else props.name
+        return f"{props.kind}, {props.arch}, {what} ({self.device_reason})"
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that exist a second time: on a GPU that holds a copy, or on request."""
+        return sum(copy.nbytes for copy in self.copies) + self.loaded.staged_bytes
 
     @property
     def has_template(self) -> bool:
@@ -178,20 +186,17 @@ def _load(
         template.start()
     stages.end("tokenizer")
 
-    from apu_engine import _native, arch
-    from apu_engine.device import pick_device
+    from apu_engine import arch
+    from apu_engine.device import open_device
 
-    kind, reason = pick_device(config.device)
-    if kind == "cpu" and config.memory not in ("auto", "direct"):
-        raise ConfigError(
-            f"memory: {config.memory} needs a GPU; the cpu device reads the mapped file in place (auto or direct)",
-            "memory",
-        )
-    device = _native.Device(kind, threads=config.threads, isa=config.isa, pin=config.pin)
+    device, choice = open_device(
+        config.device, kernels=config.kernels, threads=config.threads, isa=config.isa, pin=config.pin
+    )
     opened.append(device)
+    _check_strategy(config.memory, device.props.kind)
     stages.end("pool")
 
-    context, options = plan_options(config, model)
+    context, options = plan_options(config, model, device)
     notices = list(context.notices)
     mappings: list[Mapping] = []
     for file, size in zip(model.files, model.file_sizes, strict=True):
@@ -223,7 +228,7 @@ def _load(
         tokenizer_error=tokenizer_error,
         sampling=sampling_defaults(config, model),
         device=device,
-        device_reason=reason,
+        device_reason=choice.reason,
         mappings=mappings,
         loaded=loaded,
         context=context,
@@ -236,6 +241,19 @@ def _load(
     )
     stages.end("ready")
     return runtime
+
+
+def _check_strategy(strategy: str, kind: str) -> None:
+    """Raises ConfigError for a memory strategy that the device lacks."""
+    if kind == "cpu" and strategy not in ("auto", "direct"):
+        raise ConfigError(
+            f"memory: {strategy} needs a GPU; the cpu device reads the mapped file in place (auto or direct)", "memory"
+        )
+    if kind != "cpu" and strategy not in ("auto", "staged"):
+        raise ConfigError(
+            f"memory: {strategy} is not there on {kind} yet; it holds one copy of the weights (auto or staged)",
+            "memory",
+        )
 
 
 def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
@@ -278,8 +296,13 @@ def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) 
     return ChatTemplate.from_metadata(model.metadata, tokenizer, str(model.path), override)
 
 
-def plan_options(config: EngineConfig, model: ModelFile) -> tuple[ContextChoice, PlanOptions]:
-    """The context that fits, and the limits of a plan for it."""
+def plan_options(
+    config: EngineConfig, model: ModelFile, device: Device | None = None
+) -> tuple[ContextChoice, PlanOptions]:
+    """The context that fits, and the limits of a plan for it.
+
+    On a GPU the copy of the weights comes first, and the rest must fit beside it. Raises BudgetError.
+    """
     from apu_engine import arch
 
     info = arch.describe(model, config.kv_type)
@@ -308,10 +331,25 @@ def plan_options(config: EngineConfig, model: ModelFile) -> tuple[ContextChoice,
         (window, PAGE_TOKENS * per_token)
         for window, per_token in zip(info.windows, info.kv_bytes_per_token, strict=True)
     ]
-    context = choose_context(
-        config.ctx, info.context_trained, need, memory_available(), info.weight_bytes, config.memory_limit
-    )
+    available, file_pages = memory_available(), info.weight_bytes
+    if device is not None and device.props.kind != "cpu":
+        available, file_pages = _beside_the_copy(device, model, available), 0
+    context = choose_context(config.ctx, info.context_trained, need, available, file_pages, config.memory_limit)
     return context, options(context.tokens)
+
+
+def _beside_the_copy(device: Device, model: ModelFile, host: int) -> int:
+    """Bytes of a GPU's memory that are left when the files lie there; where it is the host's, of the host's too."""
+    copy, free = sum(model.file_sizes), device.free_memory()
+    if device.props.integrated:
+        free = min(free, host)
+    if copy >= free:
+        name = f"{device.props.kind}, {device.props.name}"
+        raise BudgetError(
+            f"the weights ({human_bytes(copy)}) do not fit in the memory that is free on {name} ({human_bytes(free)}); "
+            "use a smaller quantisation, free memory, or use --device cpu, which reads the file in place"
+        )
+    return free - copy
 
 
 def summary(runtime: Runtime) -> str:
@@ -321,9 +359,8 @@ def summary(runtime: Runtime) -> str:
     now = footprint(files=[mapping.path for mapping in runtime.mappings])
     mapped = sum(item.mapped for item in now.files)
     anonymous = sum(item.anonymous for item in now.files)
-    copied = sum(copy.nbytes for copy in runtime.copies)
     return (
-        f"weights {human_bytes(mapped)} mapped, copied {_bytes(copied)}, anonymous {_bytes(anonymous)}; "
+        f"weights {human_bytes(mapped)} mapped, copied {_bytes(runtime.copied_bytes)}, anonymous {_bytes(anonymous)}; "
         f"ctx {runtime.context.tokens} (KV {human_bytes(runtime.loaded.kv_bytes)})"
     )
 

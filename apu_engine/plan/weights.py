@@ -61,6 +61,11 @@ class DeviceBinder:
         base, chunks = self._files[ref.shard]
         return tuple(split(ref, base, chunks))
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that the device holds as a copy, rather than reading them where they are mapped."""
+        return sum(c.nbytes for _, chunks in self._files for c in chunks if c.device != c.host)
+
     def free(self) -> None:
         for region in self._regions:
             region.free()

@@ -20,6 +20,10 @@ const char *isa_name(uint32_t isa) {
   }
 }
 
+uint64_t pages(int which) {
+  return uint64_t(sysconf(which)) * uint64_t(sysconf(_SC_PAGESIZE));
+}
+
 } // namespace
 
 apu_status open_device(const apu_device_options &o, std::unique_ptr<apu_device> &out) {
@@ -49,7 +53,13 @@ void Device::props(apu_device_props &out) const {
   out.integrated = 1;
   out.threads = pool.size();
   out.isa = isa;
-  out.memory_bytes = uint64_t(sysconf(_SC_PHYS_PAGES)) * uint64_t(sysconf(_SC_PAGESIZE));
+  out.memory_bytes = pages(_SC_PHYS_PAGES);
+}
+
+apu_status Device::memory(uint64_t &free, uint64_t &total) {
+  free = pages(_SC_AVPHYS_PAGES);
+  total = pages(_SC_PHYS_PAGES);
+  return APU_OK;
 }
 
 } // namespace apu::cpu

@@ -67,6 +67,11 @@ void Device::props(apu_device_props &out) const {
   out.driver_version = props_.driver_version;
 }
 
+apu_status Device::memory(uint64_t &free, uint64_t &total) {
+  TRY(use());
+  return driver_->memory_info(free, total);
+}
+
 apu_status Device::kernel(const std::string &name, uint32_t dynamic_lds, Kernel &out) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [it, added] = entries_.try_emplace(name);

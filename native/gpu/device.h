@@ -27,6 +27,7 @@ public:
 
   const char *kind() const override { return driver_->kind(); }
   void props(apu_device_props &out) const override;
+  apu_status memory(uint64_t &free, uint64_t &total) override;
   apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy,
                              std::unique_ptr<apu_region> &out) override;
   apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;

@@ -72,6 +72,8 @@ typedef struct apu_device_props {
 APU_API apu_status apu_device_open(const char *kind, int32_t index, const apu_device_options *options,
                                    apu_device **out);
 APU_API apu_status apu_device_get_props(apu_device *device, apu_device_props *out);
+/* Bytes of the device's own memory that are free now, and all of it; of the cpu the machine's. */
+APU_API apu_status apu_device_memory(apu_device *device, uint64_t *free_bytes, uint64_t *total_bytes);
 APU_API void apu_device_close(apu_device *device); /* after its plans and regions */
 
 /* ---- memory -------------------------------------------------------------------------------------------------- */

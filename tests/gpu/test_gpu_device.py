@@ -11,7 +11,7 @@ from hip_double import HipDouble
 from probe import Probe, ProbeError
 
 from apu_engine import _native
-from apu_engine._native import Device, Region, check, ffi, lib
+from apu_engine._native import Device, Region, check, lib
 from apu_engine.errors import MappingError
 from apu_engine.memory.mapping import Mapping
 
@@ -156,12 +156,3 @@ def test_a_device_that_has_faulted_can_be_closed(hip: HipDouble, hip_device: Dev
         Region.register(hip_device, data.ctypes.data, 64)
     hip.set()
     region.free()
-
-
-def test_kernels_alone_run_on_the_cpu(hip_device: Device) -> None:
-    data = np.zeros(64, np.float32)
-    pointer = ffi.cast("float *", data.ctypes.data)
-    with pytest.raises(_native.UnsupportedError, match="apu_kernel_matmul: expected a cpu device, found hip"):
-        check(lib.apu_kernel_matmul(hip_device.handle, lib.APU_F32, 0, pointer, 256, pointer, pointer, 1, 1, 64))
-    with pytest.raises(_native.UnsupportedError, match="apu_kernel_read: expected a cpu device, found hip"):
-        hip_device.read_rate(data.ctypes.data, 256)
