@@ -17,7 +17,8 @@ constexpr u32 kWaveSize = 64;
 constexpr u32 kWaveSize = 32;
 #endif
 constexpr bool kAsyncCopy = false;
-constexpr u32 kTableCopies = 2;
+constexpr u32 kGridCopies = 2, kSignCopies = 2;
+constexpr bool kSignsOfActivations = true;
 
 typedef u32 u32x4 __attribute__((ext_vector_type(4)));
 typedef u32 u32x2 __attribute__((ext_vector_type(2)));
@@ -143,6 +144,22 @@ APU_DEVICE void hide(u32 &v) {
 APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
   low = amd_look_up(table, v & 0x07070707u, v >> 1 & 0x04040404u);
   high = amd_look_up(table, v >> 4 & 0x07070707u, v >> 5 & 0x04040404u);
+}
+struct NibbleValues {
+  u32 v[8]; // low nibbles, high nibbles
+};
+APU_DEVICE void arrange_nibbles(u32 *) {}
+APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
+  NibbleValues v;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) look_up_nibbles(table.values, w[i], v.v[i], v.v[4 + i]);
+  return v;
+}
+APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
+  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], 0))));
+}
+APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
+  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], 0))));
 }
 using ByteSelectors = u64; // a byte each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {

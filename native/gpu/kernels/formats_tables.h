@@ -1,9 +1,10 @@
 // Formats of the types whose values come from a table, for matvec.h: IQ4_NL, IQ4_XS and MXFP4 (sixteen values, byte
 // permutes) and IQ2_XXS (a codebook). Items are two neighbouring blocks; products are those of native/quant/blocks.h.
 //
-// IQ2_XXS keeps two tables in LDS: an entry of the codebook as the selectors of a byte permute over its three values,
-// and a group's signs as the bit of a selector that picks their negatives. So eight weights cost two look-ups, an or
-// and two permutes. Copies of the tables keep lanes that look up different entries out of each other's banks.
+// IQ2_XXS keeps two tables in LDS. Either an entry of the codebook is the selectors of a byte permute over its three
+// values, and a group's signs the bit of a selector that picks their negatives: eight weights cost two look-ups, an or
+// and two permutes, and half as much LDS. Or the entry is the values, and the signs select activations or their
+// negatives: no or. Copies of the tables keep lanes that look up different entries out of each other's banks.
 #pragma once
 
 #include "formats_legacy.h"
@@ -20,38 +21,47 @@ APU_DEVICE void add_block(const u32 (&v)[8], float ws, u32 b, const X (&x)[R], f
     sum[r] = fma_f32(ws, add_halves(dot16(v, q), dot16(v + 4, q + 4), x[r].d + 2 * b), sum[r]);
   }
 }
-APU_DEVICE void look_up_block(const ByteTable &table, const u32 *w, u32 (&v)[8]) {
+// The same for nibbles of a table, w being the block's words.
+template <u32 R, class X>
+APU_DEVICE void add_nibbles(const NibbleTable &table, const u32 *w, float ws, u32 b, const X (&x)[R], float (&sum)[R]) {
+  const NibbleValues v = nibble_values(table, w);
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) look_up_nibbles(table, w[i], v[i], v[4 + i]);
+  for (u32 r = 0; r < R; ++r) {
+    const u32 *q = x[r].q + 8 * b;
+    sum[r] = fma_f32(ws, add_halves(dot_low(v, q), dot_high(v, q + 4), x[r].d + 2 * b), sum[r]);
+  }
 }
 
-struct NeighbourItems {
+struct NibbleItems {
   static constexpr bool kAligned = false;
   using X = ItemX;
-  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    x.load(row, item);
+    arrange_nibbles(x.q);
+    arrange_nibbles(x.q + 8);
+  }
 };
 
-struct IQ4_NL : NeighbourItems {
+struct IQ4_NL : NibbleItems {
   static constexpr u32 kElements = 32, kBytes = 18;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
-    constexpr ByteTable table = pack_table(q::kIq4Values);
+    constexpr NibbleTable table = nibble_table(q::kIq4Values);
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (b && !full) break;
-      u32 w[5], v[8]; // two bytes of no use, d, nibbles
+      u32 w[5]; // two bytes of no use, d, nibbles
       image.words(2 * kBytes * item + kBytes * b - 2, w);
-      look_up_block(table, w + 1, v);
-      add_block(v, half_to_float(w[0] >> 16), b, x, sum);
+      add_nibbles(table, w + 1, half_to_float(w[0] >> 16), b, x, sum);
     }
   }
 };
 
-struct IQ4_XS : NeighbourItems {
+struct IQ4_XS : NibbleItems {
   static constexpr u32 kElements = 256, kBytes = 136;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
-    constexpr ByteTable table = pack_table(q::kIq4Values);
+    constexpr NibbleTable table = nibble_table(q::kIq4Values);
     const u32 at = kBytes * (item / 4), j = item % 4;
     u32 head[2], w[8];
     image.words(at, head);
@@ -60,64 +70,101 @@ struct IQ4_XS : NeighbourItems {
     const float d = half_to_float(head[0] & 0xffffu);
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      u32 v[8];
-      look_up_block(table, w + 4 * b, v);
       const u32 scale = (low >> 4 * b & 15) | (high >> 2 * b & 3) << 4;
-      add_block(v, d * float(i32(scale) - 32), b, x, sum);
+      add_nibbles(table, w + 4 * b, d * float(i32(scale) - 32), b, x, sum);
     }
   }
 };
 
-struct MXFP4 : NeighbourItems {
+struct MXFP4 : NibbleItems {
   static constexpr u32 kElements = 32, kBytes = 17;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
-    constexpr ByteTable table = pack_table(q::kE2m1Values);
+    constexpr NibbleTable table = nibble_table(q::kE2m1Values);
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (b && !full) break;
-      u32 w[5], v[8]; // three bytes of no use, e, nibbles
+      u32 w[5]; // three bytes of no use, e, nibbles
       image.words(2 * kBytes * item + kBytes * b - 3, w);
-      look_up_block(table, w + 1, v);
-      add_block(v, q::half_e8m0(u8(w[0] >> 24)), b, x, sum);
+      add_nibbles(table, w + 1, q::half_e8m0(u8(w[0] >> 24)), b, x, sum);
     }
   }
 };
 
-struct IQ2_XXS : NeighbourItems {
+// An entry of the codebook as its eight values, or as their selectors.
+template <bool Values> struct GridEntryOf {
+  using Type = ByteSelectors;
+};
+template <> struct GridEntryOf<true> {
+  using Type = u64;
+};
+
+struct IQ2_XXS {
   static constexpr u32 kElements = 256, kBytes = 66;
-  static constexpr u32 kCopies = kTableCopies, kGrid = 256, kSigns = 128;
-  static APU_METHOD ByteSelectors *tables() { // (kGrid + kSigns, kCopies)
-    APU_SHARED ByteSelectors table[(kGrid + kSigns) * kCopies];
-    return table;
+  static constexpr bool kAligned = false;
+  static constexpr u32 kGrid = 256, kSigns = 128; // entries
+  using GridEntry = GridEntryOf<kSignsOfActivations>::Type;
+  struct Tables {
+    GridEntry grid[kGrid * kGridCopies];
+    ByteSelectors signs[kSigns * kSignCopies];
+  };
+  struct X : ItemX {
+    u32 negative[16]; // of q; what a kernel does not use costs it nothing
+  };
+  // Bytes of -127 to 127.
+  static APU_METHOD u32 negate(u32 v) { return ((~v & 0x7f7f7f7fu) + 0x01010101u) ^ (~v & 0x80808080u); }
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    x.ItemX::load(row, item);
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) x.negative[i] = negate(x.q[i]);
+  }
+
+  static APU_METHOD Tables &tables() {
+    APU_SHARED Tables tables;
+    return tables;
   }
   // All threads of the block; a barrier follows.
   static APU_METHOD void prepare() {
-    ByteSelectors *table = tables();
-    for (u32 i = thread_id(); i < (kGrid + kSigns) * kCopies; i += kMatvecWaves * kWaveSize) {
-      const u32 entry = i / kCopies;
-      u32 nibbles; // 0, 1, 2 choose a value, 4 its negative
-      if (entry < kGrid) {
-        nibbles = q::kIq2xxs[entry];
-        nibbles = (nibbles | nibbles << 8) & 0x00ff00ffu;
-        nibbles = (nibbles | nibbles << 4) & 0x0f0f0f0fu;
-        nibbles = (nibbles | nibbles << 2) & 0x33333333u;
+    Tables &to = tables();
+    for (u32 i = thread_id(); i < kGrid * kGridCopies; i += kMatvecWaves * kWaveSize) {
+      if constexpr (kSignsOfActivations) {
+        to.grid[i] = q::kIq2xxsGrid.v[i / kGridCopies];
       } else {
-        const u32 signs = q::even_signs(entry - kGrid);
-        nibbles = 0;
-#pragma unroll
-        for (u32 k = 0; k < 8; ++k) nibbles |= (signs >> k & 1) << (4 * k + 2);
+        u32 codes = q::kIq2xxs[i / kGridCopies]; // two bits each, to four
+        codes = (codes | codes << 8) & 0x00ff00ffu;
+        codes = (codes | codes << 4) & 0x0f0f0f0fu;
+        to.grid[i] = byte_selectors((codes | codes << 2) & 0x33333333u);
       }
-      table[i] = byte_selectors(nibbles);
     }
+    // A lane works out one entry of its wave's part, then all write its copies.
+    constexpr u32 kPart = kSigns / kMatvecWaves, kAtOnce = kWaveSize / kSignCopies;
+    static_assert(kPart <= kWaveSize && kPart % kAtOnce == 0);
+    const u32 first = wave_id() * kPart, lane = lane_id();
+    const u32 signs = q::even_signs((first + lane) % kSigns);
+    u32 mine = kSignsOfActivations ? 0x32103210u : 0;
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) mine |= (signs >> k & 1) << (4 * k + 2);
+    for (u32 e = lane / kSignCopies; e < kPart; e += kAtOnce)
+      to.signs[(first + e) * kSignCopies + lane % kSignCopies] = byte_selectors(wave_shuffle(mine, e));
   }
+
+  // Entry `index` of one lane's copy, index being bits [shift, shift + Bits) of v.
+  template <class Entry, u32 Bits, u32 Copies> static APU_METHOD Entry entry(const Entry *table, u32 v, u32 shift) {
+    constexpr u32 kScale = sizeof(Entry) * Copies; // a power of two
+    constexpr u32 kMask = ((1u << Bits) - 1) * kScale;
+    constexpr u32 kLog = __builtin_ctz(kScale);
+    const u32 at = shift >= kLog ? v >> (shift - kLog) : v << (kLog - shift);
+    const u32 copy = lane_id() % Copies * u32(sizeof(Entry));
+    return *reinterpret_cast<const Entry *>(reinterpret_cast<const u8 *>(table) + ((at & kMask) | copy));
+  }
+
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
     constexpr u32 kValues = q::kIq2Values[0] | q::kIq2Values[1] << 8 | q::kIq2Values[2] << 16;
     constexpr u32 kNegatives =
         (256u - q::kIq2Values[0]) | (256u - q::kIq2Values[1]) << 8 | (256u - q::kIq2Values[2]) << 16;
+    const Tables &from = tables();
     const u32 at = kBytes * (item / 4);
-    const ByteSelectors *grid = tables() + lane_id() % kCopies, *signs = grid + kGrid * kCopies;
     u32 w[4], head[1];
     image.words(at + 2 + 16 * (item % 4), w);
     image.words(at, head);
@@ -125,13 +172,30 @@ struct IQ2_XXS : NeighbourItems {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       u32 v[8];
+      i32 dots[2] = {0, 0};
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        const ByteSelectors s =
-            grid[(w[2 * b] >> 8 * i & 255) * kCopies] | signs[(w[2 * b + 1] >> 7 * i & 127) * kCopies];
-        select_bytes(kValues, kNegatives, s, v[2 * i], v[2 * i + 1]);
+        const GridEntry grid = entry<GridEntry, 8, kGridCopies>(from.grid, w[2 * b], 8 * i);
+        const ByteSelectors signs = entry<ByteSelectors, 7, kSignCopies>(from.signs, w[2 * b + 1], 7 * i);
+        if constexpr (!kSignsOfActivations) {
+          select_bytes(kValues, kNegatives, grid | signs, v[2 * i], v[2 * i + 1]);
+        } else if constexpr (R == 1) {
+          const u32 *q = x[0].q + 8 * b + 2 * i, *negative = x[0].negative + 8 * b + 2 * i;
+          u32 low, high, unused;
+          select_bytes(q[0], negative[0], signs, low, unused);
+          select_bytes(q[1], negative[1], signs, unused, high);
+          dots[i / 2] = dot4(u32(grid >> 32), high, dot4(u32(grid), low, dots[i / 2]));
+        } else {
+          u32 unused;
+          select_bytes(u32(grid), negate(u32(grid)), signs, v[2 * i], unused);
+          select_bytes(u32(grid >> 32), negate(u32(grid >> 32)), signs, unused, v[2 * i + 1]);
+        }
       }
-      add_block(v, d * float(2 * (w[2 * b + 1] >> 28) + 1), b, x, sum);
+      const float ws = d * float(w[2 * b + 1] >> 27 | 1);
+      if constexpr (kSignsOfActivations && R == 1)
+        sum[0] = fma_f32(ws, add_halves(dots[0], dots[1], x[0].d + 2 * b), sum[0]);
+      else
+        add_block(v, ws, b, x, sum);
     }
   }
 };

@@ -15,6 +15,18 @@ namespace apu::gpu {
 struct ByteTable {
   u32 v[4];
 };
+
+// Sixteen signed values that weights of four bits stand for. Also in two parts, value = lower - upper: each has eight
+// entries of one sign, so that a permute which repeats the sign where a nibble's top bit is set gives the same byte for
+// all nibbles of the other part (0, or -1 in both).
+//
+// NibbleValues nibble_values(table, w): a block's 32 values, from its four words, nibbles as in Q4_0.
+// arrange_nibbles(q): orders the block's eight words of activations for them, once.
+// dot_low(v, q), dot_high(v, q): products of the low nibbles with four words q, and of the high nibbles.
+struct NibbleTable {
+  ByteTable values;
+  u32 lower[2], upper[2];
+};
 } // namespace apu::gpu
 
 #if defined(APU_GPU_SHIM)
@@ -52,8 +64,9 @@ APU_DEVICE u32 wave_id() { // of the block
 // once. store16(p, v): to either. load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4
 // after them. copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async
 // groups (where the hardware has no such thing the copy is immediate: kAsyncCopy is false). hide(v): the compiler
-// forgets what it knows of a u32, so that what depends on it is not moved out of a loop. kTableCopies: how many copies
-// of a table in LDS pay where every lane looks up an entry of its own. half_to_float(bits), float_to_half(x) -> bits,
+// forgets what it knows of a u32, so that what depends on it is not moved out of a loop. kGridCopies, kSignCopies: how
+// many copies of the tables of a codebook in LDS pay, where every lane looks up entries of its own. kSignsOfActivations:
+// signs are given to the activations, not to the weights. half_to_float(bits), float_to_half(x) -> bits,
 // bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even. half2_mul(a, b), half2_add(a, b), half2_fma(a,
 // b, c): two halves in a u32. bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float
 // in namespace gpu: fma_f32 ... round_even_f32(x): to the nearest integer, ties to even. prefetch_global(p): a hint.

@@ -14,7 +14,8 @@ namespace apu::gpu {
 
 constexpr u32 kWaveSize = 32;
 constexpr bool kAsyncCopy = true;
-constexpr u32 kTableCopies = 16;
+constexpr u32 kGridCopies = 1, kSignCopies = 32;
+constexpr bool kSignsOfActivations = false;
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -105,9 +106,15 @@ APU_DEVICE u32 byte_permute(u32 a, u32 b, u32 selector) { // one selector in eac
   return __byte_perm(a, b, (pairs | pairs >> 8) & 0xffffu);
 }
 
+// A selector with its top bit set gives the sign of the byte instead; __byte_perm would clear that bit first.
+APU_DEVICE u32 nvidia_permute(u32 a, u32 b, u32 selectors) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selectors));
+  return d;
+}
 // prmt takes four nibbles of a word at once, low and high ones in turn; they are parted afterwards.
 APU_DEVICE u32 nvidia_look_up(const ByteTable &table, u32 at, u32 upper) {
-  return __byte_perm(__byte_perm(table.v[0], table.v[1], at), __byte_perm(table.v[2], table.v[3], at), upper);
+  return nvidia_permute(nvidia_permute(table.v[0], table.v[1], at), nvidia_permute(table.v[2], table.v[3], at), upper);
 }
 APU_DEVICE void hide(u32 &v) {
   asm volatile("" : "+r"(v));
@@ -115,16 +122,52 @@ APU_DEVICE void hide(u32 &v) {
 APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &high) {
   const u32 at = v & 0x77777777u, upper = (v & 0x88888888u) >> 1 | 0x32103210u;
   const u32 first = nvidia_look_up(table, at, upper), last = nvidia_look_up(table, at >> 16, upper >> 16);
-  low = __byte_perm(first, last, 0x6420);
-  high = __byte_perm(first, last, 0x7531);
+  low = nvidia_permute(first, last, 0x6420);
+  high = nvidia_permute(first, last, 0x7531);
+}
+// Nibbles of two words that meet the same half of the activations are joined in one: words 0 and 1, 2 and 3, low and
+// high ones. A permute takes four of them, two of each word.
+struct NibbleValues {
+  u32 lower[8], upper[8]; // low nibbles, high nibbles
+};
+APU_DEVICE void arrange_nibbles(u32 *q) {
+#pragma unroll
+  for (u32 i = 0; i < 8; i += 2) {
+    const u32 first = q[i], second = q[i + 1];
+    q[i] = nvidia_permute(first, second, 0x5140);
+    q[i + 1] = nvidia_permute(first, second, 0x7362);
+  }
+}
+APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
+  NibbleValues v;
+#pragma unroll
+  for (u32 i = 0; i < 8; i += 2) {
+    const u32 a = w[i % 4], b = w[i % 4 + 1];
+    const u32 at = i < 4 ? (a & 0x0f0f0f0fu) | (b << 4 & 0xf0f0f0f0u) : (a >> 4 & 0x0f0f0f0fu) | (b & 0xf0f0f0f0u);
+    const u32 other = at ^ 0x88888888u;
+    v.lower[i] = nvidia_permute(table.lower[0], table.lower[1], at);
+    v.lower[i + 1] = nvidia_permute(table.lower[0], table.lower[1], at >> 16);
+    v.upper[i] = nvidia_permute(table.upper[0], table.upper[1], other);
+    v.upper[i + 1] = nvidia_permute(table.upper[0], table.upper[1], other >> 16);
+  }
+  return v;
+}
+APU_DEVICE i32 nvidia_dot16(const u32 *v, const u32 *q) {
+  return dot4(v[3], q[3], dot4(v[2], q[2], dot4(v[1], q[1], dot4(v[0], q[0], 0))));
+}
+APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
+  return nvidia_dot16(v.lower, q) - nvidia_dot16(v.upper, q);
+}
+APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
+  return nvidia_dot16(v.lower + 4, q) - nvidia_dot16(v.upper + 4, q);
 }
 using ByteSelectors = u32; // a nibble each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
   return nibbles;
 }
 APU_DEVICE void select_bytes(u32 a, u32 b, ByteSelectors s, u32 &low, u32 &high) {
-  low = __byte_perm(a, b, s);
-  high = __byte_perm(a, b, s >> 16);
+  low = nvidia_permute(a, b, s);
+  high = nvidia_permute(a, b, s >> 16);
 }
 
 APU_DEVICE u32x4 load16(const void *p) {

@@ -25,7 +25,8 @@ constexpr bool kAsyncCopy = true;
 #else
 constexpr bool kAsyncCopy = false;
 #endif
-constexpr u32 kTableCopies = 2;
+constexpr u32 kGridCopies = 2, kSignCopies = APU_SHIM_WAVE / 2;
+constexpr bool kSignsOfActivations = APU_SHIM_WAVE == 64;
 
 struct alignas(16) u32x4 {
   u32 x, y, z, w;
@@ -142,6 +143,32 @@ APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &hi
     low |= (table.v[l / 4] >> l % 4 * 8 & 255) << i;
     high |= (table.v[h / 4] >> h % 4 * 8 & 255) << i;
   }
+}
+struct NibbleValues {
+  u32 v[8]; // low nibbles, high nibbles
+};
+APU_DEVICE void arrange_nibbles(u32 *) {}
+APU_DEVICE u8 shim_nibble(const NibbleTable &table, u32 nibble) { // through the parts, as a permute with signs does
+  const u32 i = nibble % 8, shift = i % 4 * 8;
+  const u8 lower = u8(table.lower[i / 4] >> shift), upper = u8(table.upper[i / 4] >> shift);
+  const u8 value = nibble < 8 ? lower - u8(-(upper >> 7)) : u8(-(lower >> 7)) - upper;
+  if (value != u8(table.values.v[nibble / 4] >> shift)) shim::fail("nibble_table: its parts do not give its values");
+  return value;
+}
+APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
+  NibbleValues v = {};
+  for (u32 i = 0; i < 16; ++i) {
+    const u32 byte = w[i / 4] >> i % 4 * 8 & 255;
+    v.v[i / 4] |= u32(shim_nibble(table, byte & 15)) << i % 4 * 8;
+    v.v[4 + i / 4] |= u32(shim_nibble(table, byte >> 4)) << i % 4 * 8;
+  }
+  return v;
+}
+APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
+  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], 0))));
+}
+APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
+  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], 0))));
 }
 using ByteSelectors = u32; // a nibble each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {

@@ -46,6 +46,15 @@ APU_DEVICE constexpr ByteTable pack_table(const i8 (&values)[16]) {
   for (u32 i = 0; i < 16; ++i) table.v[i / 4] |= u32(u8(values[i])) << 8 * (i % 4);
   return table;
 }
+APU_DEVICE constexpr NibbleTable nibble_table(const i8 (&values)[16]) {
+  NibbleTable table{pack_table(values), {}, {}};
+  const i32 repeated = values[0] < 0 ? -1 : 0; // what each part gives for the other's nibbles
+  for (u32 i = 0; i < 8; ++i) {
+    table.lower[i / 4] |= u32(u8(values[i] + repeated)) << 8 * (i % 4);
+    table.upper[i / 4] |= u32(u8(repeated - values[8 + i])) << 8 * (i % 4);
+  }
+  return table;
+}
 // Bytes negated where their bit of `signs` is set; they are 1 to 127 there.
 APU_DEVICE u32 negate_bytes(u32 bytes, u32 signs) {
   const u32 ones = spread_bits(signs);
