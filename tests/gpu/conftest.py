@@ -9,11 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hip_double import HipDouble, code_object, library
 
 from apu_engine._native import Device
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiles the kernels for the double before any test's time runs."""
+    wanted = any({"hip_kernels", "gpu"} & set(getattr(item, "fixturenames", ())) for item in session.items)
+    if wanted and not session.config.option.collectonly:
+        with TemporaryDirectory() as folder:
+            code_object(Path(folder))
 
 
 @pytest.fixture(scope="session")
