@@ -277,8 +277,86 @@ private:
   uint64_t gate_bytes_ = 0;
 };
 
+class ExpertGemm final : public ProductKernels {
+public:
+  ExpertGemm(Builder &b, const ExpertProduct &p) : p_(p), tiles_(b, p.w[0].k, p.precision, false) {
+    const uint64_t rows = b.info().max_rows, pairs = rows * p.used, n = p.w[0].rows;
+    float *const out = p.second ? nullptr : p.out; // null: products in scratch, added afterwards
+    const ProductSide gate{p.w[0], nullptr, out}, up{p.w[1], nullptr, out};
+    if (p.second) {
+      groups_.push_back(tiles_.group({gate}));
+    } else if (tiles_.alike(p.w[0], p.w[1])) {
+      groups_.push_back(tiles_.group({gate, up}));
+      groups_[0].args.pair = 1;
+    } else { // the gate to scratch first, then up, which finishes
+      groups_.push_back(tiles_.group({{p.w[0], nullptr, nullptr}}));
+      groups_.push_back(tiles_.group({up}));
+    }
+    groups_.back().args.activation = uint32_t(p.activation);
+    for (Group &g : groups_) g.args.row_divisor = p.second ? 1 : p.used;
+    tiles_.reserve_rows(p.second ? pairs : rows);
+    if (p.second || groups_.size() == 2) b.reserve(Scratch::partial, pairs * n * sizeof(float));
+    uint32_t least = kGemmLarge.rows; // rows of a tile
+    for (const Group &g : groups_) least = std::min({least, g.small.shape.rows, g.large.shape.rows});
+    most_tiles_ = ceil_div(pairs, least) + std::min<uint64_t>(p.experts, pairs);
+    b.reserve(Scratch::experts, tiles_at(pairs) + most_tiles_ * sizeof(ExpertTile));
+    counts_ = b.step().counts;
+    sizes_ = b.kernel("expert_sizes"), places_ = b.kernel("expert_places"), combine_ = b.kernel("expert_combine");
+    max_pairs_ = pairs;
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket, const Activations &in) const override {
+    const uint32_t pairs = bucket.rows * p_.used;
+    tiles_.launch_rows(launcher, bucket.rows, p_.second ? p_.used : 1, in);
+    const uint8_t *const memory = launcher.scratch_as<uint8_t>(Scratch::experts);
+    ExpertSortArgs sort{};
+    sort.counts = counts_, sort.ids = p_.ids, sort.used = p_.used, sort.experts = p_.experts;
+    sort.tile_count = reinterpret_cast<u32 *>(const_cast<uint8_t *>(memory));
+    sort.sizes = sort.tile_count + 64;
+    sort.pairs = sort.sizes + p_.experts;
+    sort.tiles = reinterpret_cast<ExpertTile *>(const_cast<uint8_t *>(memory) + tiles_at(max_pairs_));
+    launcher.launch(sizes_, {p_.experts}, kThreads, sort);
+
+    float *const products = launcher.scratch_as<float>(Scratch::partial);
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      Group g = groups_[i];
+      const bool large = uint64_t(pairs) >= uint64_t(p_.experts) * g.large.shape.rows / 2;
+      const BlockKernel &block = large ? g.large : g.small;
+      if (sort.tile_rows != block.shape.rows) {
+        sort.tile_rows = block.shape.rows;
+        launcher.launch(places_, {p_.experts}, kThreads, sort);
+      }
+      g.args.tiles = sort.tiles, g.args.tile_count = sort.tile_count, g.args.pairs = sort.pairs;
+      if (!g.args.sides[0].out) g.args.sides[0].out = products;
+      if (i == 1) g.args.gate = products;
+      const uint32_t row_tiles = ceil_div(pairs, block.shape.rows) + std::min(p_.experts, pairs);
+      tiles_.launch_group(launcher, g, block, row_tiles, pairs, 1, in);
+    }
+    if (!p_.second) return;
+    const uint32_t n = p_.w[0].rows;
+    const ExpertCombineArgs combine{counts_, products, p_.weights, p_.residual, p_.out, n, p_.used};
+    launcher.launch(combine_, {ceil_div(n, kThreads), bucket.rows}, kThreads, combine);
+  }
+
+private:
+  // Scratch::experts: the tiles' number, sizes of experts, sorted pairs, tiles.
+  uint64_t tiles_at(uint64_t pairs) const {
+    return ceil_div((64 + p_.experts + pairs) * sizeof(u32), 256) * uint64_t{256};
+  }
+
+  ExpertProduct p_;
+  Tiles tiles_;
+  std::vector<Group> groups_;
+  const StepCounts *counts_ = nullptr;
+  Kernel sizes_, places_, combine_;
+  uint64_t most_tiles_ = 0, max_pairs_ = 0;
+};
+
 } // namespace
 
+std::unique_ptr<ProductKernels> make_expert_gemm(Builder &builder, const ExpertProduct &product) {
+  return std::make_unique<ExpertGemm>(builder, product);
+}
 std::unique_ptr<ProductKernels> make_gemm(Builder &builder, const Product &product) {
   return std::make_unique<DenseGemm>(builder, product);
 }

@@ -182,6 +182,9 @@ APU_DEVICE u32x4 load16_stream(const void *p) {
   return __builtin_nontemporal_load((GlobalU32x4)p);
 }
 // Global memory and LDS are read at any address on amdhsa.
+template <typename T> APU_DEVICE T *global_pointer(u64 address) {
+  return (T *)(__attribute__((address_space(1))) T *)address;
+}
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
   __builtin_memcpy(words, p, 4 * N);
 }
@@ -210,6 +213,10 @@ APU_DEVICE u16 float_to_bfloat16(float x) {
   return u16((u + 0x7fffu + (u >> 16 & 1)) >> 16);
 }
 typedef _Float16 half2_t __attribute__((ext_vector_type(2)));
+APU_DEVICE u32 floats_to_halves(float low, float high) {
+  typedef float float2_t __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_convertvector((float2_t{low, high}), half2_t));
+}
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(half2_t, a) * __builtin_bit_cast(half2_t, b));
 }

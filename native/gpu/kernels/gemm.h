@@ -41,11 +41,23 @@ APU_DEVICE void gemm_store_gated(const GemmArgs &g, u32 row, u32 n, float gate, 
   gemm_finish(g, row, n, gated_activation(g.activation, gate, up));
 }
 
+// Waves side by side: those whose parts of the tile are closest to squares, which read the least of A and B.
+constexpr u32 gemm_waves_n(u32 rows, u32 columns, u32 waves) {
+  u32 best = 0, least = ~0u;
+  for (u32 n = 1; n <= waves; n *= 2) {
+    const u32 part = rows / (waves / n) + columns / n;
+    if (rows % (16 * (waves / n)) || columns % (32 * n) || part >= least) continue;
+    least = part;
+    best = n;
+  }
+  return best;
+}
+
 template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged> struct Gemm {
   static constexpr GemmShape shape{Rows, Columns, Depth, Unit};
   static constexpr u32 stride = shape.stride();
   static constexpr u32 threads = shape.threads(), waves = threads / kWaveSize;
-  static constexpr u32 waves_n = waves == 8 && Rows == 128 ? 4 : 2, waves_m = waves / waves_n;
+  static constexpr u32 waves_n = gemm_waves_n(Rows, Columns, waves), waves_m = waves / waves_n;
   static constexpr u32 wave_rows = Rows / waves_m, wave_columns = Columns / waves_n;
   static constexpr u32 tiles_m = wave_rows / 16, tiles_n = wave_columns / 16;
   static constexpr u32 a_stages = gemm_a_stages(Staged), a_lead = a_stages - 1;
@@ -55,6 +67,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   static constexpr u32 chunk_stride = gemm_chunk_stride(chunk_bytes), chunk_pieces = chunk_stride / 16;
   static constexpr u32 chunk_stages = gemm_chunk_stages(chunk_columns, Depth);
   static constexpr GemmLayout layout = gemm_layout(shape, Staged, chunk_columns, raw ? chunk_bytes : 0);
+  static constexpr u32 line = 36;                             // floats of a row of results in LDS
   static constexpr u32 a_pieces = Rows * Depth / 8 / threads; // 16-byte pieces of A a thread copies in a step
   static_assert(waves_m * waves_n == waves && tiles_n % 2 == 0 && a_pieces * threads * 8 == Rows * Depth);
 
@@ -112,6 +125,8 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     return true;
   }
 
+  APU_METHOD u32 step_of_pass(u32 step) const { return step < pass_steps ? step : step - pass_steps; } // two at most
+
   // Rows of A at a step: begun early, ended where their place in LDS is free.
   APU_METHOD const u16 *a_from(u32 step, u32 i) const {
     const u32 at = thread_id() + i * threads, row = at / (Depth / 8), part = at % (Depth / 8);
@@ -142,7 +157,8 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   APU_METHOD void copy_chunk(u32 c, u32 chunk_end) {
     if (c >= chunk_end) return;
     const u32 row_bytes = Weights::row_bytes(g.k);
-    const u64 offset = u64(c % (g.columns / chunk_columns)) * chunk_bytes;
+    const u32 of_pass = g.columns / chunk_columns;
+    const u64 offset = u64(c < of_pass ? c : c - of_pass) * chunk_bytes;
     u8 *const to = chunks + c % chunk_stages * (Columns * chunk_stride);
 #pragma unroll
     for (u32 i = 0; i < (Columns * chunk_pieces + threads - 1) / threads; ++i) {
@@ -153,47 +169,70 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     }
   }
 
-  // This thread's weights at a step. Beyond K and after the last step they are other ones times zero.
-  APU_METHOD void unpack(u32 step, u32 end, float power, u32 *out, float &bound) const {
-    const u32 row = thread_id() / (Depth / Unit), kstep = step % pass_steps;
-    const u32 last = (g.k + Unit - 1) / Unit - 1, wanted = kstep * (Depth / Unit) + thread_id() % (Depth / Unit);
+  // This thread's weights at a step, to LDS. Beyond K and after the last step they are other ones times zero.
+  struct Place {
+    const u8 *p;
+    u16 *to;
+    u32 at, type, k;
+    float power;
+  };
+  APU_METHOD Place place_weights(u32 step, u32 end, u32 stage, float power) const {
+    const u32 row = thread_id() / (Depth / Unit), part = thread_id() % (Depth / Unit), kstep = step_of_pass(step);
+    const u32 last = (g.k + Unit - 1) / Unit - 1, wanted = kstep * (Depth / Unit) + part;
     const u32 at = wanted < last ? wanted : last;
     const u32 chunk = kstep / chunk_steps, first = chunk * (chunk_columns / Unit);
-    if (step >= end || wanted > last) power = 0;
-    const u8 *p = reinterpret_cast<const u8 *>(addresses[row]);
+    Place w;
     if constexpr (raw) {
       const u32 low = u32(addresses[row] + u64(chunk) * chunk_bytes) % 16;
-      p = chunks + (step / chunk_steps % chunk_stages * Columns + row) * chunk_stride + low;
+      w.p = chunks + (step / chunk_steps % chunk_stages * Columns + row) * chunk_stride + low;
     } else {
-      p += u64(chunk) * chunk_bytes;
+      w.p = global_pointer<const u8>(addresses[row] + u64(chunk) * chunk_bytes);
     }
-    const u32 type = g.sides[g.pair ? row / 16 % 2 : side].w.type;
-    Weights::template unpack<Unit / 16>(type, p, at < first ? 0 : (at - first) * (Unit / 16),
-                                        g.k - chunk * chunk_columns, power, out, bound);
+    w.to = b_tiles + (stage * Columns + row) * stride + part * Unit;
+    w.at = at < first ? 0 : (at - first) * (Unit / 16);
+    w.type = g.sides[g.pair ? row / 16 % 2 : side].w.type;
+    w.k = g.k - chunk * chunk_columns;
+    w.power = step >= end || wanted > last ? 0 : power;
+    return w;
   }
-  APU_METHOD void store_b(u32 stage, const u32 *words) {
-    u16 *const to =
-        b_tiles + (stage * Columns + thread_id() / (Depth / Unit)) * stride + thread_id() % (Depth / Unit) * Unit;
+  APU_METHOD void unpack_half(const Place &w, u32 h, float &bound) const {
+    u32 words[8];
+    Weights::unpack(w.type, w.p, w.at + h, w.k, w.power, words, bound);
 #pragma unroll
-    for (u32 i = 0; i < Unit / 8; ++i)
-      store16(to + 8 * i, u32x4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+    for (u32 i = 0; i < 2; ++i)
+      store16(w.to + 16 * h + 8 * i, u32x4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
   }
 
-  APU_METHOD void multiply(u32 a_stage, u32 b_stage, TileC (&c)[tiles_m][tiles_n]) const {
-    const u16 *const a_from = a_tiles + (a_stage * Rows + wave_id() / waves_n * wave_rows) * stride;
-    const u16 *const b_from = b_tiles + (b_stage * Columns + wave_id() % waves_n * wave_columns) * stride;
+  APU_METHOD void unpack(const Place &w, float &bound) const {
 #pragma unroll
-    for (u32 k = 0; k < Depth; k += 16) {
-      TileA a[tiles_m];
+    for (u32 h = 0; h < Unit / 16; ++h) unpack_half(w, h, bound);
+  }
+
+  // Products of a step, with the next one's weights unpacked in between. Where registers suffice (`Staged`) tiles are
+  // loaded 16 columns ahead.
+  APU_METHOD void multiply(u32 a_stage, u32 b_stage, const Place &next, float &bound,
+                           TileC (&c)[tiles_m][tiles_n]) const {
+    constexpr u32 ahead = Staged ? 2 : 1, parts = Depth / 16, halves = Unit / 16;
+    const u16 *const a_from = a_tiles + (a_stage * Rows + wave_uniform(wave_id()) / waves_n * wave_rows) * stride;
+    const u16 *const b_from = b_tiles + (b_stage * Columns + wave_uniform(wave_id()) % waves_n * wave_columns) * stride;
+    TileA a[ahead][tiles_m];
+    TileB b[ahead][tiles_n];
+    const auto load = [&](u32 part) {
 #pragma unroll
-      for (u32 i = 0; i < tiles_m; ++i) tile_load_a(a[i], a_from + i * 16 * stride + k, stride);
+      for (u32 i = 0; i < tiles_m; ++i) tile_load_a(a[part % ahead][i], a_from + i * 16 * stride + part * 16, stride);
 #pragma unroll
-      for (u32 j = 0; j < tiles_n; ++j) {
-        TileB b;
-        tile_load_b(b, b_from + j * 16 * stride + k, stride);
+      for (u32 j = 0; j < tiles_n; ++j) tile_load_b(b[part % ahead][j], b_from + j * 16 * stride + part * 16, stride);
+    };
+    if (ahead == 2) load(0);
 #pragma unroll
-        for (u32 i = 0; i < tiles_m; ++i) tile_multiply(c[i][j], a[i], b);
-      }
+    for (u32 part = 0; part < parts; ++part) {
+      if (ahead == 1) load(part);
+      if (ahead == 2 && part + 1 < parts) load(part + 1);
+      if (part % (parts / halves) == 0) unpack_half(next, part / (parts / halves), bound);
+#pragma unroll
+      for (u32 j = 0; j < tiles_n; ++j)
+#pragma unroll
+        for (u32 i = 0; i < tiles_m; ++i) tile_multiply(c[i][j], a[part % ahead][i], b[part % ahead][j]);
     }
   }
 
@@ -218,7 +257,6 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     }
     block_sync();
     float bound = 0;
-    u32 words[Unit / 2];
     u32 a_now = 0, a_next = Staged ? 1 : 0;
     if constexpr (Staged) {
       if (begin + 1 < end) begin_a(begin + 1, 1);
@@ -226,9 +264,8 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
       copy_commit();
       a_next = 2;
     }
-    unpack(begin, end, power, words, bound);
-    store_b(0, words);
-    const bool active = wave_id() / waves_n * wave_rows < count;
+    unpack(place_weights(begin, end, 0, power), bound);
+    const bool active = wave_uniform(wave_id()) / waves_n * wave_rows < count;
     for (u32 step = begin + 1; step <= end; ++step) { // unpacks `step`, multiplies the one before
       const u32 i = step - begin;
       if constexpr (Staged) copy_wait<1>();
@@ -242,10 +279,12 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
       } else {
         begin_a(step < end ? step : begin, 0);
       }
-      unpack(step, end, power, words, bound);
-      if (active) multiply(a_now, (i - 1) % 2, c);
+      const Place next = place_weights(step, end, i % 2, power);
+      if (active)
+        multiply(a_now, (i - 1) % 2, next, bound, c);
+      else
+        unpack(next, bound);
       if constexpr (!Staged) end_a(i % 2);
-      store_b(i % 2, words);
       a_now = a_now + 1 == a_stages ? 0 : a_now + 1;
     }
     return bound;
@@ -254,7 +293,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   // Up to 32 rows and 32 columns at a time through LDS, each wave its own part of what A and B took; then results of a
   // row lie together. Of a gated pair they are 16 of the gate and 16 of up.
   APU_METHOD void finish(float power, const TileC (&c)[tiles_m][tiles_n]) const {
-    constexpr u32 line = 36, group = tiles_m < 2 ? 1 : 2; // floats of a row, tiles of rows
+    constexpr u32 group = tiles_m < 2 ? 1 : 2; // tiles of rows
     static_assert(waves * group * 16 * line * 4 <= layout.raw - layout.a && tiles_m % group == 0);
     float *const own = reinterpret_cast<float *>(a_tiles) + wave_id() * group * 16 * line;
     const float inverse = 1.0f / power;
@@ -273,28 +312,34 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
         wave_sync();
       }
   }
+  // Lanes keep to their column. Results that nothing is done to but a bias go out eight rows at a time.
   template <u32 Group> APU_METHOD void store_group(const float *from, u32 row_begin, u32 column_begin) const {
     const u32 rows = count > row_begin ? (count - row_begin < 16 * Group ? count - row_begin : 16 * Group) : 0;
-    const u32 column = n_begin + (g.pair ? column_begin / 2 : column_begin);
-#pragma unroll 1
-    for (u32 at = lane_id(); at < rows * 32; at += kWaveSize) {
-      const u32 row = out_rows[row_begin + at / 32];
-      const float *p = from + at / 32 * 36 + at % 32;
-      const float scale = scales[row_begin + at / 32], v = *p * scale;
-      if (!g.pair)
-        store(side, row, column + at % 32, v);
-      else if (g.partial)
-        store(at / 16 % 2, row, column + at % 16, v);
-      else if (at % 32 < 16 && column + at % 16 < g.sides[0].w.rows)
-        gemm_store_gated(g, row, column + at % 16, v, p[16] * scale);
+    const u32 width = g.pair && !g.partial ? 16 : 32, own = lane_id() % width, first = lane_id() / width;
+    const u32 m = g.pair ? own / 16 : side, n_count = g.sides[m].w.rows;
+    const u32 n = n_begin + (g.pair ? column_begin / 2 + own % 16 : column_begin + own);
+    if (n >= n_count) return;
+    const u32 *const places = out_rows + row_begin;
+    const float *const powers = scales + row_begin;
+    if (g.partial || !(g.pair || (m == 0 && (g.gate || g.residual || g.soft_cap != 0)))) {
+      const float bias = !g.partial && g.sides[m].bias ? g.sides[m].bias[n] : 0.0f;
+      const u64 row_stride = g.partial ? g.all_columns : n_count;
+      float *const to = global_pointer<float>(reinterpret_cast<u64>(
+          g.partial ? g.partial + u64(block_id_y()) * g.max_rows * g.all_columns + g.sides[m].column_begin + n
+                    : g.sides[m].out + n));
+#pragma unroll 8
+      for (u32 r = first; r < rows; r += kWaveSize / 32)
+        to[places[r] * row_stride] = fma_f32(from[r * line + own], powers[r], bias);
+      return;
     }
-  }
-  APU_METHOD void store(u32 m, u32 row, u32 n, float v) const {
-    if (n >= g.sides[m].w.rows) return;
-    if (g.partial)
-      g.partial[(u64(block_id_y()) * g.max_rows + row) * g.all_columns + g.sides[m].column_begin + n] = v;
-    else
-      gemm_store(g, m, row, n, v);
+#pragma unroll 2
+    for (u32 r = first; r < rows; r += kWaveSize / width) {
+      const float v = from[r * line + own] * powers[r];
+      if (g.pair)
+        gemm_store_gated(g, places[r], n, v, from[r * line + own + 16] * powers[r]);
+      else
+        gemm_store(g, m, places[r], n, v);
+    }
   }
 
   APU_METHOD void run() {

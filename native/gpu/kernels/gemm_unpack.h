@@ -1,4 +1,4 @@
-// How GEMM turns weights into halves: a thread makes 16 or 32 consecutive columns of one row at a time.
+// How GEMM turns weights into halves: a thread makes 16 consecutive columns of one row at a time.
 //
 // A half is round(w * power) to 11 bits, w = ws * sc * q + wm * m with scale and minimum rounded to halves first.
 // `power` is 2^s, one for a block's tile of weights: 1, unless the largest magnitude that a first pass saw (its bound)
@@ -15,39 +15,66 @@ APU_DEVICE u32 twice_half(float x) {
   return float_to_half(x) * 0x10001u;
 }
 
-// Sixteen int8 as halves times scale, plus add.
-template <bool Minimum> APU_DEVICE void scale_bytes(const u32 *q, u32 scale, u32 add, u32 *out) {
+// Sixteen bytes less `Offset` as halves times scale, plus add.
+template <u32 Offset, bool Minimum> APU_DEVICE void scale_bytes(const u32 *q, u32 scale, u32 add, u32 *out) {
+  constexpr u32 less = (0xe400u + Offset) * 0x10001u; // -(1024 + Offset)
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 bytes = q[i] ^ 0x80808080u; // + 128
+  for (u32 i = 0; i < 4; ++i)
 #pragma unroll
-    for (u32 j = 0; j < 2; ++j) { // 1024 + byte, minus 1152
-      const u32 v = half2_add(byte_permute(bytes, 0x64646464u, j ? 0x04030402u : 0x04010400u), 0xe480e480u);
+    for (u32 j = 0; j < 2; ++j) { // 1024 + byte
+      const u32 v = half2_add(byte_permute(q[i], 0x64646464u, j ? 0x04030402u : 0x04010400u), less);
       out[2 * i + j] = Minimum ? half2_fma(v, scale, add) : half2_mul(v, scale);
     }
-  }
 }
+
+// A half of a block as bytes that are not negative, and what is to be subtracted from them.
+template <class B> struct ByteOffset {
+  static constexpr bool minimum = q::Traits<B>::minimum != q::Minimum::none;
+  static constexpr u32 value = minimum ? 0 : 128;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    unpack_half<B>(p, h, half);
+    if constexpr (!minimum) {
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) half.q[i] ^= 0x80808080u;
+    }
+  }
+};
+template <> struct ByteOffset<q::Q4_0> {
+  static constexpr u32 value = 8;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    unpacking::bit_fields<15>(p + 2, 4 * h, half.q);
+    half.ws = load_half(p);
+    half.sc = 1;
+  }
+};
+template <> struct ByteOffset<q::Q6_K> {
+  static constexpr u32 value = 32;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    u32 high[4];
+    unpacking::bit_fields<3>(p + 128 + unpacking::crumbs_at(h), h & 6, high);
+    unpacking::bit_fields<15>(p + 64 * (h / 8) + 32 * (h / 2 % 2) + 16 * (h % 2), h & 4, half.q);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) half.q[i] |= high[i] << 4;
+    half.ws = load_half(p + 208);
+    half.sc = float(i8(p[192 + h]));
+  }
+};
 
 // Types of blocks. A chunk is 256 columns.
 template <class B> struct BlockWeights {
-  static constexpr u32 elements = q::Traits<B>::elements;
+  static constexpr u32 halves = q::Traits<B>::elements / 16; // of a block
   static constexpr u32 chunk_columns = 256;
-  static constexpr u32 chunk_bytes = 256 / elements * sizeof(B);
+  static constexpr u32 chunk_bytes = 16 / halves * sizeof(B);
   static constexpr bool can_stage = true;
-  APU_METHOD static u32 row_bytes(u32 k) { return k / elements * u32(sizeof(B)); }
-  // Columns from 16 g on, counted from p; none of them is beyond K. g is a multiple of `Halves`.
-  template <u32 Halves>
+  APU_METHOD static u32 row_bytes(u32 k) { return k / (16 * halves) * u32(sizeof(B)); }
+  // Columns 16 g to 16 g + 15, counted from p; they are not beyond K.
   APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32, float power, u32 *out, float &bound) {
-    const u8 *block = p + g / (elements / 16) * u32(sizeof(B));
-#pragma unroll
-    for (u32 h = 0; h < Halves; ++h) {
-      Half half;
-      unpack_half<B>(block, g % (elements / 16) + h, half);
-      const float scale = half.ws * half.sc * power, add = half.wm * half.m * power;
-      bound = max_f32(bound, fma_f32(fabs_f32(scale), 128.0f, fabs_f32(add)));
-      constexpr bool minimum = q::Traits<B>::minimum != q::Minimum::none;
-      scale_bytes<minimum>(half.q, twice_half(scale), twice_half(add), out + 8 * h);
-    }
+    constexpr bool minimum = q::Traits<B>::minimum != q::Minimum::none;
+    Half half;
+    ByteOffset<B>::unpack(p + g / halves * u32(sizeof(B)), g % halves, half);
+    const float scale = half.ws * half.sc * power, add = minimum ? half.wm * half.m * power : 0.0f;
+    bound = max_f32(bound, fma_f32(fabs_f32(scale), 128.0f, fabs_f32(add)));
+    scale_bytes<ByteOffset<B>::value, minimum>(half.q, twice_half(scale), twice_half(add), out);
   }
 };
 
@@ -56,7 +83,7 @@ APU_DEVICE void halves_of_floats(const float *v, float power, u32 *out, float &b
   for (u32 i = 0; i < 8; ++i) {
     const float x = v[2 * i] * power, y = v[2 * i + 1] * power;
     bound = max_f32(bound, max_f32(fabs_f32(x), fabs_f32(y)));
-    out[i] = float_to_half(x) | u32(float_to_half(y)) << 16;
+    out[i] = floats_to_halves(x, y);
   }
 }
 
@@ -66,31 +93,17 @@ template <class Row> struct FloatWeights {
   static constexpr u32 chunk_bytes = 128;
   static constexpr bool can_stage = true;
   APU_METHOD static u32 row_bytes(u32 k) { return 2 * k; }
-  template <u32 Halves>
   APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32 k, float power, u32 *out, float &bound) {
+    u32 words[8] = {};
+    if (16 * g < k) load_floats<8>(p, k, g, words);
+    if constexpr (__is_same(Row, F16Row)) {
 #pragma unroll
-    for (u32 h = 0; h < Halves; ++h) {
+      for (u32 i = 0; i < 8; ++i) out[i] = words[i];
+    } else {
       float v[16];
-      if (16 * (g + h) < k)
-        dequantize_row16<Row>(p, k, g + h, v);
-      else
 #pragma unroll
-        for (u32 i = 0; i < 16; ++i) v[i] = 0;
-      halves_of_floats(v, power, out + 8 * h, bound);
-    }
-  }
-};
-template <> struct FloatWeights<F16Row> {
-  static constexpr u32 chunk_columns = 64;
-  static constexpr u32 chunk_bytes = 128;
-  static constexpr bool can_stage = true;
-  APU_METHOD static u32 row_bytes(u32 k) { return 2 * k; }
-  template <u32 Halves> APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32 k, float, u32 *out, float &) {
-#pragma unroll
-    for (u32 h = 0; h < Halves; ++h) {
-#pragma unroll
-      for (u32 i = 0; i < 8; ++i) out[8 * h + i] = 0;
-      if (16 * (g + h) < k) load_floats<8>(p, k, g + h, out + 8 * h);
+      for (u32 i = 0; i < 16; ++i) v[i] = bits_to_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+      halves_of_floats(v, power, out, bound);
     }
   }
 };
@@ -100,14 +113,10 @@ struct AnyWeights {
   static constexpr u32 chunk_columns = 1u << 30;
   static constexpr u32 chunk_bytes = 0;
   static constexpr bool can_stage = false;
-  template <u32 Halves>
   APU_METHOD static void unpack(u32 type, const u8 *p, u32 g, u32 k, float power, u32 *out, float &bound) {
-#pragma unroll
-    for (u32 h = 0; h < Halves; ++h) {
-      float v[16];
-      dequantize_any16(type, p, k, g + h, v);
-      halves_of_floats(v, power, out + 8 * h, bound);
-    }
+    float v[16];
+    dequantize_any16(type, p, k, g, v);
+    halves_of_floats(v, power, out, bound);
   }
 };
 

@@ -178,6 +178,9 @@ APU_DEVICE u32x4 load16_stream(const void *p) {
   const uint4 v = __ldcs(static_cast<const uint4 *>(p));
   return {v.x, v.y, v.z, v.w};
 }
+template <typename T> APU_DEVICE T *global_pointer(u64 address) {
+  return reinterpret_cast<T *>(address);
+}
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
   const u32 shift = u32(reinterpret_cast<u64>(p) & 3) * 8;
   const u32 *from = reinterpret_cast<const u32 *>(reinterpret_cast<u64>(p) & ~u64{3});
@@ -223,6 +226,9 @@ APU_DEVICE __half2 nvidia_half2(u32 v) {
 }
 APU_DEVICE u32 nvidia_bits(__half2 v) {
   return *reinterpret_cast<u32 *>(&v);
+}
+APU_DEVICE u32 floats_to_halves(float low, float high) {
+  return nvidia_bits(__floats2half2_rn(low, high));
 }
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return nvidia_bits(__hmul2(nvidia_half2(a), nvidia_half2(b)));

@@ -195,6 +195,9 @@ APU_DEVICE u32x4 load16(const void *p) {
 APU_DEVICE u32x4 load16_stream(const void *p) {
   return load16(p);
 }
+template <typename T> APU_DEVICE T *global_pointer(u64 address) {
+  return reinterpret_cast<T *>(address);
+}
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) { // reads all that a GPU may read
   const u64 base = reinterpret_cast<u64>(p) & ~u64{3};
   u8 bytes[4 * N + 4];
@@ -264,6 +267,9 @@ APU_DEVICE double shim_sum_to_odd(double a, double b) {
 }
 template <typename F> APU_DEVICE u32 shim_half2(F f) {
   return u32(shim_half(f(0))) | u32(shim_half(f(16))) << 16;
+}
+APU_DEVICE u32 floats_to_halves(float low, float high) {
+  return float_to_half(low) | u32(float_to_half(high)) << 16;
 }
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return shim_half2([=](u32 s) { return double(half_to_float(a >> s & 0xffff)) * half_to_float(b >> s & 0xffff); });
