@@ -123,10 +123,13 @@ public:
     rows_kernel_ = builder_.kernel("gemm_rows");
     builder_.reserve(Scratch::halves, half_bytes(passes_) * halves_q_ + half_bytes(1) * halves_x_);
   }
-  void launch_rows(Launcher &launcher, uint32_t rows, uint32_t rows_each, const Activations &in) const {
+  // With `pairs` a row for each of them, in their order.
+  void launch_rows(Launcher &launcher, uint32_t rows, uint32_t rows_each, const Activations &in,
+                   const u32 *pairs = nullptr, uint32_t row_divisor = 1) const {
     GemmRowsArgs a{};
     a.counts = base_.counts;
     a.columns = columns_, a.k = k_, a.rows_each = rows_each, a.output_rows = base_.output_rows;
+    a.pairs = pairs, a.row_divisor = row_divisor;
     for (bool quantized : {true, false}) {
       if (!(quantized ? halves_q_ : halves_x_)) continue;
       a.q = quantized ? in.q : nullptr, a.d = in.d, a.x = in.x;
@@ -203,7 +206,9 @@ private:
   }
   // Scales of all rows, then halves.
   uint64_t scale_bytes() const { return ceil_div(rows_ * sizeof(float), 256) * 256; }
-  uint64_t half_bytes(uint32_t passes) const { return scale_bytes() + rows_ * passes * columns_ * sizeof(u16); }
+  uint64_t half_bytes(uint32_t passes) const {
+    return scale_bytes() + (rows_ + kGemmExtraRows) * passes * columns_ * sizeof(u16);
+  }
   uint64_t half_base(const Launcher &launcher, bool quantized) const {
     return launcher.scratch(Scratch::halves) + (quantized || !halves_q_ ? 0 : half_bytes(passes_));
   }
@@ -294,7 +299,7 @@ public:
     }
     groups_.back().args.activation = uint32_t(p.activation);
     for (Group &g : groups_) g.args.row_divisor = p.second ? 1 : p.used;
-    tiles_.reserve_rows(p.second ? pairs : rows);
+    tiles_.reserve_rows(pairs);
     if (p.second || groups_.size() == 2) b.reserve(Scratch::partial, pairs * n * sizeof(float));
     uint32_t least = kGemmLarge.rows; // rows of a tile
     for (const Group &g : groups_) least = std::min({least, g.small.shape.rows, g.large.shape.rows});
@@ -307,7 +312,6 @@ public:
 
   void launch(Launcher &launcher, const Bucket &bucket, const Activations &in) const override {
     const uint32_t pairs = bucket.rows * p_.used;
-    tiles_.launch_rows(launcher, bucket.rows, p_.second ? p_.used : 1, in);
     const uint8_t *const memory = launcher.scratch_as<uint8_t>(Scratch::experts);
     ExpertSortArgs sort{};
     sort.counts = counts_, sort.ids = p_.ids, sort.used = p_.used, sort.experts = p_.experts;
@@ -325,6 +329,7 @@ public:
       if (sort.tile_rows != block.shape.rows) {
         sort.tile_rows = block.shape.rows;
         launcher.launch(places_, {p_.experts}, kThreads, sort);
+        if (i == 0) tiles_.launch_rows(launcher, bucket.rows, p_.used, in, sort.pairs, g.args.row_divisor);
       }
       g.args.tiles = sort.tiles, g.args.tile_count = sort.tile_count, g.args.pairs = sort.pairs;
       if (!g.args.sides[0].out) g.args.sides[0].out = products;

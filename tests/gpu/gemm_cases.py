@@ -18,7 +18,7 @@ K_QUANTS = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K)
 OTHERS = (Q.IQ2_XXS, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4, Q.F16, Q.BF16)
 OWN = LEGACY + K_QUANTS + OTHERS  # types with kernels of their own
 WITH_MINIMUM = (Q.Q4_1, Q.Q5_1, Q.Q2_K, Q.Q4_K, Q.Q5_K)
-PAD = 8
+PAD, EXTRA_ROWS = 8, 257
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Shape:
 
     def lds(self, staged: bool, chunk_columns: int, chunk_bytes: int) -> int:
         stride = 2 * (self.depth + PAD)
-        size = self.columns * 8 + self.rows * 12 + 64
+        size = self.columns * 8 + self.rows * 8 + 64
         size += (3 if staged else 2) * self.rows * stride + 2 * self.columns * stride
         if chunk_bytes:
-            size += (3 if chunk_columns == self.depth else 2) * self.columns * ((chunk_bytes + 30) // 16 * 16)
+            size += (3 if chunk_columns == self.depth else 2) * self.columns * ((chunk_bytes + 30) // 32 * 32 + 16)
         return size
 
 
@@ -89,11 +89,15 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def make_rows(shim: Shim, a: Quantized | Floats, k: int, passes: int = 1) -> tuple[Buffer, Buffer]:
-    """Rows of halves and their scales, by gemm_rows."""
+def make_rows(
+    shim: Shim, a: Quantized | Floats, k: int, passes: int = 1, pairs: Buffer | None = None, divisor: int = 1
+) -> tuple[Buffer, Buffer]:
+    """Rows of halves, with those after them that may be read, and the rows' scales, by gemm_rows."""
     columns = ceil_div(k, 256) * 256
     rows = len(a.q) // passes if isinstance(a, Quantized) else len(a)
-    halves, scales = shim.output((rows, passes * columns), np.float16), shim.output(rows, np.float32)
+    rows = rows if pairs is None else len(pairs.array)
+    halves = shim.output((rows + EXTRA_ROWS, passes * columns), np.float16)
+    scales = shim.output(rows, np.float32)
     source = {"q": shim.input(a.q), "d": shim.input(a.d)} if isinstance(a, Quantized) else {"x": shim.input(a)}
     args = shim.args(
         "GemmRowsArgs",
@@ -104,6 +108,8 @@ def make_rows(shim: Shim, a: Quantized | Floats, k: int, passes: int = 1) -> tup
         k=k,
         passes=passes,
         rows_each=1,
+        pairs=0 if pairs is None else pairs,
+        row_divisor=divisor,
         **source,
     )
     shim.launch("gemm_rows", rows + 1, shim.threads("gemm_rows"), args)

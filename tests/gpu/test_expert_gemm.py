@@ -120,7 +120,8 @@ def run_experts(
     if name == "gemm_f32":
         common["x"] = shim.input(x)
     else:
-        common["a"], common["a_scale"] = make_rows(shim, x if dtype in FLOAT_TYPES else quantize(x), k)
+        source = x if dtype in FLOAT_TYPES else quantize(x)
+        common["a"], common["a_scale"] = make_rows(shim, source, k, 1, made.pairs, 1 if second else ids.shape[1])
     grid = made.most * ceil_div(n, width)
     shim.launch(name, grid, shim.threads(name), shim.args("GemmArgs", **common), lds)
     return out.array.copy()

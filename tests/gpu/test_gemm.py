@@ -206,7 +206,7 @@ def test_rows_as_halves(shim: Shim) -> None:
     for source in (x, quantize(x)):
         shim.clear()
         halves, scales = make_rows(shim, source, 300)
-        h, s = halves.array.astype(np.float64), scales.array.astype(np.float64)
+        h, s = halves.array[:7].astype(np.float64), scales.array.astype(np.float64)
         assert h.shape == (7, 512) and np.all(h[:, 300 if source is x else 304 :] == 0)
         values = x.astype(np.float64) if source is x else source.values(300)
         assert np.array_equal(np.frexp(s)[0], np.full(7, 0.5))

@@ -74,8 +74,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   const GemmArgs &g;
   u8 *const lds = dynamic_shared();
   u64 *const addresses = reinterpret_cast<u64 *>(lds + layout.addresses); // of the tile's rows of weights
-  u32 *const a_rows = reinterpret_cast<u32 *>(lds + layout.rows);
-  u32 *const out_rows = a_rows + Rows;
+  u32 *const out_rows = reinterpret_cast<u32 *>(lds + layout.rows);
   float *const scales = reinterpret_cast<float *>(lds + layout.scales);
   u16 *const a_tiles = reinterpret_cast<u16 *>(lds + layout.a);
   u16 *const b_tiles = reinterpret_cast<u16 *>(lds + layout.b);
@@ -84,6 +83,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   u32 side = 0;    // 0 where it is gated
   u32 n_begin = 0; // first column
   u32 pass_steps = 0;
+  u64 a_from = 0, a_next_row = 0; // of this thread's first piece of A, and to the next
   u32x4 pieces[Staged ? 1 : a_pieces];
 
   APU_METHOD explicit Gemm(const GemmArgs &args) : g(args) {}
@@ -114,36 +114,33 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
       const u32 n = n_begin + (g.pair ? r / 32 * 16 + r % 16 : r);
       addresses[r] = reinterpret_cast<u64>(matrix_row(w, u64(expert) * w.rows + (n < w.rows ? n : w.rows - 1)));
     }
-    for (u32 r = thread_id(); r < Rows; r += threads) { // rows beyond `count` repeat the last
-      const u32 at = begin + (r < count ? r : count - 1), row = g.tiles ? g.pairs[at] : at;
-      out_rows[r] = row;
-      a_rows[r] = g.tiles ? row / g.row_divisor : row;
-      scales[r] = g.a_scale[a_rows[r]];
+    for (u32 r = thread_id(); r < Rows; r += threads) { // rows beyond `count` are not stored
+      const u32 at = begin + (r < count ? r : count - 1);
+      out_rows[r] = g.tiles ? g.pairs[at] : at;
+      scales[r] = g.a_scale[at];
     }
+    const u32 row = begin + thread_id() / (Depth / 8), row_halves = g.passes * g.columns;
+    a_from = reinterpret_cast<u64>(g.a + u64(row) * row_halves + thread_id() % (Depth / 8) * 8);
+    a_next_row = u64(threads / (Depth / 8)) * row_halves * 2;
     pass_steps = g.passes == 1 ? (g.k + Depth - 1) / Depth : g.columns / Depth;
     block_sync();
     return true;
   }
 
-  APU_METHOD u32 step_of_pass(u32 step) const { return step < pass_steps ? step : step - pass_steps; } // two at most
-
-  // Rows of A at a step: begun early, ended where their place in LDS is free.
-  APU_METHOD const u16 *a_from(u32 step, u32 i) const {
-    const u32 at = thread_id() + i * threads, row = at / (Depth / 8), part = at % (Depth / 8);
-    return g.a + u64(a_rows[row]) * (g.passes * g.columns) + step / pass_steps * g.columns + step % pass_steps * Depth +
-           part * 8;
-  }
+  // Pieces [i, i + n) of A at a step: begun early, ended where their place in LDS is free. What lies beyond the last
+  // row and the last column is read and not used.
   APU_METHOD u16 *a_to(u32 stage, u32 i) const {
     const u32 at = thread_id() + i * threads;
     return a_tiles + (stage * Rows + at / (Depth / 8)) * stride + at % (Depth / 8) * 8;
   }
-  APU_METHOD void begin_a(u32 step, u32 stage) {
+  APU_METHOD void begin_a(u32 step, u32 stage, u32 begin = 0, u32 n = a_pieces) {
 #pragma unroll
-    for (u32 i = 0; i < a_pieces; ++i) {
+    for (u32 i = begin; i < begin + n; ++i) {
+      const void *const from = global_pointer<const u8>(a_from + i * a_next_row + u64(step) * (Depth * 2));
       if constexpr (Staged)
-        copy16_async(a_to(stage, i), a_from(step, i));
+        copy16_async(a_to(stage, i), from);
       else
-        pieces[i] = load16(a_from(step, i));
+        pieces[i] = load16(from);
     }
   }
   APU_METHOD void end_a(u32 stage) {
@@ -156,16 +153,30 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   // The file's bytes of chunk c of every row; chunks of a second pass are those of the first.
   APU_METHOD void copy_chunk(u32 c, u32 chunk_end) {
     if (c >= chunk_end) return;
-    const u32 row_bytes = Weights::row_bytes(g.k);
-    const u32 of_pass = g.columns / chunk_columns;
-    const u64 offset = u64(c < of_pass ? c : c - of_pass) * chunk_bytes;
+    const u32 row_bytes = Weights::row_bytes(g.k), of_pass = g.columns / chunk_columns;
+    const u32 offset = (c < of_pass ? c : c - of_pass) * chunk_bytes;
     u8 *const to = chunks + c % chunk_stages * (Columns * chunk_stride);
 #pragma unroll
     for (u32 i = 0; i < (Columns * chunk_pieces + threads - 1) / threads; ++i) {
       const u32 at = thread_id() + i * threads, row = at / chunk_pieces, piece = at % chunk_pieces;
-      if (Columns * chunk_pieces % threads && at >= Columns * chunk_pieces) break;
-      const u64 begin = addresses[row], from = (begin + offset) / 16 * 16 + piece * 16;
-      if (from < begin + row_bytes) copy16_async(to + row * chunk_stride + piece * 16, reinterpret_cast<u8 *>(from));
+      if (Columns * chunk_pieces % threads && at >= Columns * chunk_pieces) continue;
+      const u64 first = addresses[row] + offset;
+      const u32 low = u32(first) % 16;
+      if (offset + piece * 16 < row_bytes + low)
+        copy16_async(to + row * chunk_stride + piece * 16, global_pointer<const u8>(first - low + piece * 16));
+    }
+  }
+
+  // Float rows may end within a chunk: what lies beyond them in LDS becomes zero.
+  APU_METHOD void clear_tail(u32 step) {
+    if constexpr (raw && Weights::any_k) {
+      if (step >= pass_steps || (step + 1) * Depth <= g.k) return;
+      for (u32 row = thread_id(); row < Columns; row += threads) {
+        const u32 low = (u32(addresses[row]) + step * chunk_bytes) % 16;
+        u8 *const to = chunks + (step % chunk_stages * Columns + row) * chunk_stride;
+        for (u32 i = low + Weights::row_bytes(g.k) - step * chunk_bytes; i < chunk_stride; ++i) to[i] = 0;
+      }
+      block_sync();
     }
   }
 
@@ -177,58 +188,64 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     float power;
   };
   APU_METHOD Place place_weights(u32 step, u32 end, u32 stage, float power) const {
-    const u32 row = thread_id() / (Depth / Unit), part = thread_id() % (Depth / Unit), kstep = step_of_pass(step);
+    const u32 row = thread_id() / (Depth / Unit), part = thread_id() % (Depth / Unit);
+    const u32 now = step < end ? step : end - 1,
+              kstep = now < pass_steps ? now : now - pass_steps; // two passes at most
     const u32 last = (g.k + Unit - 1) / Unit - 1, wanted = kstep * (Depth / Unit) + part;
-    const u32 at = wanted < last ? wanted : last;
-    const u32 chunk = kstep / chunk_steps, first = chunk * (chunk_columns / Unit);
+    const u32 at = wanted < last ? wanted : last, chunk = kstep / chunk_steps;
     Place w;
     if constexpr (raw) {
-      const u32 low = u32(addresses[row] + u64(chunk) * chunk_bytes) % 16;
-      w.p = chunks + (step / chunk_steps % chunk_stages * Columns + row) * chunk_stride + low;
+      const u32 low = (u32(addresses[row]) + chunk * chunk_bytes) % 16;
+      w.p = chunks + (now / chunk_steps % chunk_stages * Columns + row) * chunk_stride + low;
     } else {
       w.p = global_pointer<const u8>(addresses[row] + u64(chunk) * chunk_bytes);
     }
     w.to = b_tiles + (stage * Columns + row) * stride + part * Unit;
-    w.at = at < first ? 0 : (at - first) * (Unit / 16);
+    w.at = (at - chunk * (chunk_columns / Unit)) * (Unit / 16);
     w.type = g.sides[g.pair ? row / 16 % 2 : side].w.type;
     w.k = g.k - chunk * chunk_columns;
-    w.power = step >= end || wanted > last ? 0 : power;
+    w.power = wanted > last ? 0 : power;
     return w;
   }
-  APU_METHOD void unpack_half(const Place &w, u32 h, float &bound) const {
-    u32 words[8];
-    Weights::unpack(w.type, w.p, w.at + h, w.k, w.power, words, bound);
+  // n times 16 of them from the first on.
+  template <u32 n> APU_METHOD void unpack(const Place &w, u32 first, float &bound) const {
+    u32 words[8 * n];
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i)
-      store16(w.to + 16 * h + 8 * i, u32x4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
+    for (u32 h = 0; h < n; ++h)
+      Weights::template unpack<raw>(w.type, w.p, w.at + first + h, w.k, w.power, words + 8 * h, bound);
+#pragma unroll
+    for (u32 i = 0; i < 2 * n; ++i)
+      store16(w.to + 16 * first + 8 * i, u32x4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
   }
 
-  APU_METHOD void unpack(const Place &w, float &bound) const {
-#pragma unroll
-    for (u32 h = 0; h < Unit / 16; ++h) unpack_half(w, h, bound);
-  }
-
-  // Products of a step, with the next one's weights unpacked in between. Where registers suffice (`Staged`) tiles are
-  // loaded 16 columns ahead.
-  APU_METHOD void multiply(u32 a_stage, u32 b_stage, const Place &next, float &bound,
-                           TileC (&c)[tiles_m][tiles_n]) const {
-    constexpr u32 ahead = Staged ? 2 : 1, parts = Depth / 16, halves = Unit / 16;
-    const u16 *const a_from = a_tiles + (a_stage * Rows + wave_uniform(wave_id()) / waves_n * wave_rows) * stride;
-    const u16 *const b_from = b_tiles + (b_stage * Columns + wave_uniform(wave_id()) % waves_n * wave_columns) * stride;
+  // Products of a step, between which the next one's weights are unpacked and A of a later one is read. Where registers
+  // suffice (`Staged`) tiles are loaded 16 columns ahead.
+  APU_METHOD void multiply(u32 step, u32 a_stage, u32 a_later, u32 b_stage, const Place &next, float &bound,
+                           TileC (&c)[tiles_m][tiles_n]) {
+    constexpr u32 ahead = Staged ? 2 : 1, parts = Depth / 16;
+    const u16 *const a_at = a_tiles + (a_stage * Rows + wave_uniform(wave_id()) / waves_n * wave_rows) * stride;
+    const u16 *const b_at = b_tiles + (b_stage * Columns + wave_uniform(wave_id()) % waves_n * wave_columns) * stride;
     TileA a[ahead][tiles_m];
     TileB b[ahead][tiles_n];
     const auto load = [&](u32 part) {
 #pragma unroll
-      for (u32 i = 0; i < tiles_m; ++i) tile_load_a(a[part % ahead][i], a_from + i * 16 * stride + part * 16, stride);
+      for (u32 i = 0; i < tiles_m; ++i) tile_load_a(a[part % ahead][i], a_at + i * 16 * stride + part * 16, stride);
 #pragma unroll
-      for (u32 j = 0; j < tiles_n; ++j) tile_load_b(b[part % ahead][j], b_from + j * 16 * stride + part * 16, stride);
+      for (u32 j = 0; j < tiles_n; ++j) tile_load_b(b[part % ahead][j], b_at + j * 16 * stride + part * 16, stride);
     };
     if (ahead == 2) load(0);
 #pragma unroll
     for (u32 part = 0; part < parts; ++part) {
       if (ahead == 1) load(part);
       if (ahead == 2 && part + 1 < parts) load(part + 1);
-      if (part % (parts / halves) == 0) unpack_half(next, part / (parts / halves), bound);
+#pragma unroll
+      for (u32 i = 0; i < a_pieces; ++i)
+        if (Staged && i * parts / a_pieces == part) begin_a(step + a_lead, a_later, i, 1);
+      if constexpr (Weights::shares_loads) { // of two halves of a block
+        if (part == parts / 2) unpack<Unit / 16>(next, 0, bound);
+      } else if (part * Unit / 16 % parts == 0) {
+        unpack<1>(next, part * Unit / 16 / parts, bound);
+      }
 #pragma unroll
       for (u32 j = 0; j < tiles_n; ++j)
 #pragma unroll
@@ -247,45 +264,40 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     const u32 chunk_end = (end + chunk_steps - 1) / chunk_steps;
     if constexpr (raw)
       for (u32 i = 0; i + 1 < chunk_stages; ++i) copy_chunk(begin / chunk_steps + i, chunk_end);
-    if constexpr (Staged) {
-      begin_a(begin, 0);
-      copy_commit();
-      copy_wait<0>();
-    } else {
-      begin_a(begin, 0);
-      end_a(0);
-    }
+    begin_a(begin, 0);
+    copy_commit();
+    copy_wait<0>();
+    end_a(0);
     block_sync();
-    float bound = 0;
-    u32 a_now = 0, a_next = Staged ? 1 : 0;
     if constexpr (Staged) {
-      if (begin + 1 < end) begin_a(begin + 1, 1);
+      begin_a(begin + 1, 1);
       if constexpr (raw) copy_chunk(begin / chunk_steps + chunk_stages - 1, chunk_end);
       copy_commit();
-      a_next = 2;
     }
-    unpack(place_weights(begin, end, 0, power), bound);
+    clear_tail(begin);
+    float bound = 0;
+    unpack<Unit / 16>(place_weights(begin, end, 0, power), 0, bound);
+    u32 a_now = 0, a_later = a_lead;
     const bool active = wave_uniform(wave_id()) / waves_n * wave_rows < count;
-    for (u32 step = begin + 1; step <= end; ++step) { // unpacks `step`, multiplies the one before
-      const u32 i = step - begin;
+    for (u32 step = begin; step < end; ++step) { // multiplies `step`, unpacks the one after it
+      const u32 next_stage = (step + 1 - begin) % 2;
       if constexpr (Staged) copy_wait<1>();
       block_sync();
-      if constexpr (Staged) {
-        if (step + 1 < end) begin_a(step + 1, a_next);
-        if constexpr (raw)
-          if (i % chunk_steps == 0) copy_chunk(step / chunk_steps + chunk_stages - 1, chunk_end);
-        copy_commit();
-        a_next = a_next + 1 == a_stages ? 0 : a_next + 1;
+      if constexpr (raw)
+        if ((step + 1 - begin) % chunk_steps == 0) copy_chunk((step + 1) / chunk_steps + chunk_stages - 1, chunk_end);
+      clear_tail(step + 1);
+      if constexpr (!Staged) begin_a(step + 1, 0);
+      const Place next = place_weights(step + 1, end, next_stage, power);
+      if (active) {
+        multiply(step, a_now, a_later, 1 - next_stage, next, bound, c);
       } else {
-        begin_a(step < end ? step : begin, 0);
+        if constexpr (Staged) begin_a(step + a_lead, a_later);
+        unpack<Unit / 16>(next, 0, bound);
       }
-      const Place next = place_weights(step, end, i % 2, power);
-      if (active)
-        multiply(a_now, (i - 1) % 2, next, bound, c);
-      else
-        unpack(next, bound);
-      if constexpr (!Staged) end_a(i % 2);
+      copy_commit();
+      end_a(next_stage);
       a_now = a_now + 1 == a_stages ? 0 : a_now + 1;
+      a_later = a_later + 1 == a_stages ? 0 : a_later + 1;
     }
     return bound;
   }
@@ -348,7 +360,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     float power = 1;
     for (u32 again = 0; again < 2; ++again) {
       const float own = steps(power, c);
-      if constexpr (raw) copy_wait<0>();
+      copy_wait<0>();
       const float bound = block_max(own, reinterpret_cast<float *>(lds + layout.bounds), waves);
       if (bound == 0 || (bound >= kTileLow && bound < kTileHigh) || !(bound < 3.4e38f)) break;
       power = bits_to_float((254 + 13 - (float_to_bits(bound) >> 23)) << 23); // the bound comes to [2^13, 2^14)

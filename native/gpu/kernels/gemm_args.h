@@ -22,7 +22,7 @@ struct ExpertTile { // rows [begin, begin + count) of the sorted pairs
 
 struct GemmArgs {
   const StepCounts *counts;
-  const u16 *a;            // (rows, a_stride) halves: x 2^-e
+  const u16 *a;            // (rows, passes * columns) halves: x 2^-e; of experts a row for each sorted pair
   const float *a_scale;    // (rows) 2^e
   const float *x;          // (rows, K), of gemm_f32
   const float *gate;       // (T, N) results of the gate, where its matrix is of another type than up's, or null
@@ -43,18 +43,19 @@ struct GemmArgs {
   u32 columns;     // of a pass: K rounded up to 256
   u32 passes;      // 2: rows hold two terms, one after the other, that meet the same weights
   u32 split_steps; // of the block tile's depth, in each split
-  u32 row_divisor; // of experts: a pair's row of `a` is pair / row_divisor
+  u32 row_divisor; // of experts: a pair's row of x is pair / row_divisor
   float soft_cap;
 };
 
 struct GemmRowsArgs { // rows of halves from an op's input
   const StepCounts *counts;
-  const i8 *q;    // (rows * passes, columns) or null
-  const float *d; // (rows * passes, columns / 16)
-  const float *x; // (rows, K)
-  u16 *a;         // (rows, passes * columns)
-  float *a_scale; // (rows)
-  u32 columns, k, passes, rows_each, output_rows;
+  const i8 *q;      // (rows * passes, columns) or null
+  const float *d;   // (rows * passes, columns / 16)
+  const float *x;   // (rows, K)
+  u16 *a;           // (rows, passes * columns)
+  float *a_scale;   // (rows)
+  const u32 *pairs; // of experts: row i is that of pairs[i] / row_divisor, or null
+  u32 columns, k, passes, rows_each, row_divisor, output_rows;
 };
 
 struct GemmReduceArgs { // splits added, and the epilogue
@@ -93,13 +94,16 @@ constexpr GemmShape kGemmSmall{32, 64, 64, 32}, kGemmMiddle{128, 128, 64, 32}, k
 constexpr GemmShape kGemmDirect{128, 128, 32, 16};
 constexpr GemmShape kGemmAny{64, 64, 64, 16}; // of types that have no kernels of their own
 
+// Rows after the last one of `a` that may be read.
+constexpr u32 kGemmExtraRows = 257;
+
 constexpr u32 gemm_a_stages(bool staged) {
   return staged ? 3 : 2;
 }
 // Staged weights: chunks of 256 columns where types have blocks, else of one step; each row's bytes from the multiple
 // of 16 before them.
 constexpr u32 gemm_chunk_stride(u32 chunk_bytes) {
-  return (chunk_bytes + 15 + 15) / 16 * 16;
+  return (chunk_bytes + 15 + 15) / 32 * 32 + 16; // an odd number of 16 bytes: rows lie in different banks
 }
 constexpr u32 gemm_chunk_stages(u32 chunk_columns, u32 depth) {
   return chunk_columns == depth ? 3 : 2;
@@ -113,7 +117,7 @@ constexpr GemmLayout gemm_layout(GemmShape s, bool staged, u32 chunk_columns, u3
   GemmLayout l{};
   l.addresses = 0;
   l.rows = l.addresses + s.columns * 8;
-  l.scales = l.rows + s.rows * 8; // of `a`, and of the result
+  l.scales = l.rows + s.rows * 4;
   l.bounds = l.scales + s.rows * 4;
   l.a = l.bounds + 64;
   l.b = l.a + gemm_a_stages(staged) * s.rows * s.stride() * 2;

@@ -28,13 +28,14 @@ APU_KERNEL(kRowThreads) void gemm_rows(GemmRowsArgs g) {
   APU_SHARED float parts[kRowThreads / kWaveSize];
   const u32 row = block_id();
   if (!row_exists(g.counts, g.output_rows, g.rows_each, row)) return;
-  const u64 first = u64(row) * g.passes;
+  const u32 from = g.pairs ? g.pairs[row] / g.row_divisor : row;
+  const u64 first = u64(from) * g.passes;
   float most = 0;
   if (g.q) {
     for (u32 i = thread_id(); i < g.passes * (g.columns / 16); i += kRowThreads)
       most = max_f32(most, g.d[first * (g.columns / 16) + i] * 127.0f);
   } else {
-    for (u32 i = thread_id(); i < g.k; i += kRowThreads) most = max_f32(most, fabs_f32(g.x[u64(row) * g.k + i]));
+    for (u32 i = thread_id(); i < g.k; i += kRowThreads) most = max_f32(most, fabs_f32(g.x[u64(from) * g.k + i]));
   }
   const RowScale scale = row_scale(block_max(most, parts, kRowThreads / kWaveSize));
   if (thread_id() == 0) g.a_scale[row] = scale.scale;
@@ -51,9 +52,9 @@ APU_KERNEL(kRowThreads) void gemm_rows(GemmRowsArgs g) {
     } else {
 #pragma unroll
       for (u32 i = 0; i < 8; ++i)
-        if (column + i < g.k) v[i] = g.x[u64(row) * g.k + column + i];
+        if (column + i < g.k) v[i] = g.x[u64(from) * g.k + column + i];
     }
-    u16 *const to = g.a + first * g.columns + column;
+    u16 *const to = g.a + u64(row) * g.passes * g.columns + column;
     for (u32 pass = 0; pass < g.passes; ++pass) {
       u32 words[4];
 #pragma unroll

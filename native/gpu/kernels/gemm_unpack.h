@@ -12,7 +12,7 @@ namespace apu::gpu {
 constexpr float kTileLow = 0x1p-10f, kTileHigh = 65504.0f;
 
 APU_DEVICE u32 twice_half(float x) {
-  return float_to_half(x) * 0x10001u;
+  return floats_to_halves(x, x);
 }
 
 // Sixteen bytes less `Offset` as halves times scale, plus add.
@@ -65,10 +65,10 @@ template <class B> struct BlockWeights {
   static constexpr u32 halves = q::Traits<B>::elements / 16; // of a block
   static constexpr u32 chunk_columns = 256;
   static constexpr u32 chunk_bytes = 16 / halves * sizeof(B);
-  static constexpr bool can_stage = true;
+  static constexpr bool can_stage = true, shares_loads = true, any_k = false;
   APU_METHOD static u32 row_bytes(u32 k) { return k / (16 * halves) * u32(sizeof(B)); }
   // Columns 16 g to 16 g + 15, counted from p; they are not beyond K.
-  APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32, float power, u32 *out, float &bound) {
+  template <bool Raw> APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32, float power, u32 *out, float &bound) {
     constexpr bool minimum = q::Traits<B>::minimum != q::Minimum::none;
     Half half;
     ByteOffset<B>::unpack(p + g / halves * u32(sizeof(B)), g % halves, half);
@@ -87,15 +87,19 @@ APU_DEVICE void halves_of_floats(const float *v, float power, u32 *out, float &b
   }
 }
 
-// F16 and BF16. `k` is what remains of the row from p on.
+// F16 and BF16. `k` is what remains of the row from p on; in LDS (`Raw`) it has no end.
 template <class Row> struct FloatWeights {
   static constexpr u32 chunk_columns = 64;
   static constexpr u32 chunk_bytes = 128;
-  static constexpr bool can_stage = true;
+  static constexpr bool can_stage = true, shares_loads = false, any_k = true;
   APU_METHOD static u32 row_bytes(u32 k) { return 2 * k; }
+  template <bool Raw>
   APU_METHOD static void unpack(u32, const u8 *p, u32 g, u32 k, float power, u32 *out, float &bound) {
     u32 words[8] = {};
-    if (16 * g < k) load_floats<8>(p, k, g, words);
+    if constexpr (Raw) // zero beyond K
+      load_unaligned<8>(p + 32 * g, words);
+    else if (16 * g < k)
+      load_floats<8>(p, k, g, words);
     if constexpr (__is_same(Row, F16Row)) {
 #pragma unroll
       for (u32 i = 0; i < 8; ++i) out[i] = words[i];
@@ -112,7 +116,8 @@ template <class Row> struct FloatWeights {
 struct AnyWeights {
   static constexpr u32 chunk_columns = 1u << 30;
   static constexpr u32 chunk_bytes = 0;
-  static constexpr bool can_stage = false;
+  static constexpr bool can_stage = false, shares_loads = false, any_k = false;
+  template <bool Raw>
   APU_METHOD static void unpack(u32 type, const u8 *p, u32 g, u32 k, float power, u32 *out, float &bound) {
     float v[16];
     dequantize_any16(type, p, k, g, v);

@@ -183,7 +183,7 @@ template <typename T> APU_DEVICE T *global_pointer(u64 address) {
 }
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
   const u32 shift = u32(reinterpret_cast<u64>(p) & 3) * 8;
-  const u32 *from = reinterpret_cast<const u32 *>(reinterpret_cast<u64>(p) & ~u64{3});
+  const u32 *from = reinterpret_cast<const u32 *>(static_cast<const u8 *>(p) - shift / 8); // LDS is still seen as such
   u32 low = from[0];
 #pragma unroll
   for (u32 i = 0; i < N; ++i) {
