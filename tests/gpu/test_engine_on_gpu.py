@@ -1,0 +1,63 @@
+"""The engine on device hip, played by the stand-in: answers, what it says about itself, bench, a fault in service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hip_double import HipDouble
+
+from apu_engine import LLM
+from apu_engine._native import DeviceError
+from apu_engine.cli import main
+from apu_engine.memory.budget import human_bytes
+from models import TinyModel
+
+
+@pytest.fixture
+def kernels(hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
+    return hip_kernels
+
+
+def test_answers_are_the_cpus(kernels: Path, tiny_llama: TinyModel) -> None:
+    ids = [1, 5, 9, 13]
+    with LLM(str(tiny_llama.path), device="cpu", ctx=256) as cpu:
+        expected = cpu.generate(ids, 12, temperature=0, ignore_eos=True)
+    with LLM(str(tiny_llama.path), device="hip:0", ctx=256) as gpu:
+        assert gpu.generate(ids, 12, temperature=0, ignore_eos=True).tokens == expected.tokens
+        size = tiny_llama.path.stat().st_size
+        assert gpu.runtime.device_line == "hip, gfx1151, HIP double 0 (as asked)"
+        assert gpu.memory["copied"] == size
+        assert f"mapped, copied {human_bytes(size)}, anonymous 0" in gpu.summary()
+
+
+def test_bench(
+    kernels: Path, tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("apu_engine.cli.bench_measure.READ_BYTES", 1 << 20)  # the stand-in reads slowly
+    sizes = ["-p", "8", "-n", "4", "-r", "1", "-o", "json"]
+    assert main(["bench", "-m", str(tiny_llama.path), "--device", "hip", *sizes]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["backends"] for row in rows] == ["hip", "hip"]
+    assert all(row["gpu_info"] == "HIP double 0" and row["isa"] == "gfx1151" and row["avg_ts"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph", "text"),
+    [
+        ("launch", True, r"op \d+ MATMUL.*, kernel matvec_f32_r1: device hip: hipErrorLaunchFailure \(719\) launching"),
+        ("fault", False, r"op \d+ MATMUL.*, kernel matvec_f32_r1: device hip: hipErrorIllegalAddress \(700\)"),
+        ("fault", True, r"op 0 EMBED to op \d+ SAMPLE, in one graph: device hip: hipErrorIllegalAddress .*--no-graph"),
+    ],
+)
+def test_a_fault_in_service(
+    hip: HipDouble, kernels: Path, tiny_llama: TinyModel, kind: str, graph: bool, text: str
+) -> None:
+    """The request fails, and says of which kernel as far as that is known; closing neither hangs nor crashes."""
+    with LLM(str(tiny_llama.path), device="hip", ctx=256, graph=graph) as llm:
+        hip.set(**{kind: "matvec_f32_r1"})
+        with pytest.raises(DeviceError, match=text):
+            llm.generate([1, 5], 4, temperature=0, ignore_eos=True)
+        hip.set()
