@@ -20,7 +20,7 @@ public:
     normed_ = desc.floats && desc.norm;
     if (desc.quantized) builder.reserve(Scratch::activations, scales_at(2));
     if (normed_) builder.reserve(Scratch::normed, rows_ * desc.k * sizeof(float));
-    const bool small = columns_ <= kInputSmallColumns;
+    const bool small = !desc.norm || columns_ <= kInputPart;
     threads_ = small ? kInputSmall : kInputLarge;
     if (desc.quantized || normed_) kernel_ = builder.kernel(small ? "input_small" : "input_large");
   }
@@ -37,7 +37,8 @@ public:
     }
     if (normed_) out.x = args.x = launcher.scratch_as<float>(Scratch::normed);
     const uint32_t rows = (desc_.output_rows ? bucket.outputs : bucket.rows) * desc_.rows_each;
-    if (kernel_.function && rows) launcher.launch(kernel_, {rows, 1, 1}, threads_, args);
+    const uint32_t parts = desc_.norm ? 1 : (columns_ + kInputPart - 1) / kInputPart;
+    if (kernel_.function && rows) launcher.launch(kernel_, {rows, parts, 1}, threads_, args);
     return out;
   }
 

@@ -1,9 +1,11 @@
 // RMS norm and int8 quantisation of the rows of an op's input, once for all the matrices that read them; the law is
 // that of native/quant/activations.h, to the bit.
 //
-// One block a row. A thread takes groups of four values, so that four threads have a half-block of 16, and keeps them
-// between the sum of squares and the quantisation; rows longer than the block holds are read twice.
-// Bytes moved for each row: 4 K read, then 1.5 K of q, d and s16, and 4 K where floats are wanted; all of it in cache.
+// One block a row, or without a norm a block for each kInputPart columns of it. A thread takes groups of four values,
+// so that four threads have a half-block of 16, and keeps them between the sum of squares and the quantisation; rows
+// longer than the block holds are read twice. At one row latency is all that counts: the norm's weights are read beside
+// the row, before its sum is known, and the step's counts only guard what is written. Bytes moved for each row: 4 K
+// read, then 1.5 K of q, d and s16, and 4 K where floats are wanted; all of it in cache.
 #include "gpu.h"
 #include "input_args.h"
 
@@ -44,16 +46,18 @@ APU_DEVICE HalfScale quantize_4(const float (&v)[4], i32 (&q)[4]) {
   return {d, sum};
 }
 
-template <u32 Threads> APU_DEVICE void prepare_input(const InputArgs &a) {
+template <u32 Threads, u32 Held> APU_DEVICE void prepare_input(const InputArgs &a) {
   APU_SHARED float parts[Threads / kWaveSize];
-  const u32 row = block_id(), count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.rows_each;
-  if (row >= count) return;
+  const u32 row = block_id();
+  const u32 *counter = a.output_rows ? &a.counts->outputs : &a.counts->rows;
   const float *in = a.in + u64(row) * a.k;
-  const u32 groups = (a.columns + Threads * 4 - 1) / (Threads * 4);
+  const u32 first = a.norm ? 0 : block_id_y() * kInputPart; // column
+  const u32 last = a.norm || first + kInputPart > a.columns ? a.columns : first + kInputPart;
+  const u32 groups = (last - first + Threads * 4 - 1) / (Threads * 4);
   const bool wide = a.k % 4 == 0 && reinterpret_cast<u64>(a.in) % 16 == 0 && reinterpret_cast<u64>(a.norm) % 16 == 0 &&
                     reinterpret_cast<u64>(a.x) % 16 == 0;
 
-  auto column_of = [&](u32 g) { return (g * Threads + thread_id()) * 4; };
+  auto column_of = [&](u32 g) { return first + (g * Threads + thread_id()) * 4; };
   auto load = [&](const float *from, u32 g, float (&v)[4]) {
     const u32 column = column_of(g);
     if (wide && column < a.k) {
@@ -66,18 +70,22 @@ template <u32 Threads> APU_DEVICE void prepare_input(const InputArgs &a) {
   };
 
   float square = 0, inverse = 1;
-  float held[kInputHeld][4];
+  float held[Held][4], weights[Held][4];
   auto add_squares = [&](const float (&v)[4]) {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) square = fma_f32(v[i], v[i], square);
   };
 #pragma unroll
-  for (u32 g = 0; g < kInputHeld; ++g) {
-    load(in, g, held[g]);
-    add_squares(held[g]);
-  }
+  for (u32 g = 0; g < Held; ++g) load(in, g, held[g]);
   if (a.norm) {
-    for (u32 g = kInputHeld; g < groups; ++g) {
+#pragma unroll
+    for (u32 g = 0; g < Held; ++g) load(a.norm, g, weights[g]);
+  }
+  if (row >= *counter * a.rows_each) return;
+  if (a.norm) {
+#pragma unroll
+    for (u32 g = 0; g < Held; ++g) add_squares(held[g]);
+    for (u32 g = Held; g < groups; ++g) {
       float v[4];
       load(in, g, v);
       add_squares(v);
@@ -85,11 +93,9 @@ template <u32 Threads> APU_DEVICE void prepare_input(const InputArgs &a) {
     inverse = 1.0f / sqrt_f32(block_sum(square, parts, Threads / kWaveSize) / float(a.k) + a.eps);
   }
 
-  auto finish = [&](u32 g, float (&v)[4]) {
+  auto finish = [&](u32 g, float (&v)[4], const float (&weight)[4]) {
     const u32 column = column_of(g);
     if (a.norm) {
-      float weight[4];
-      load(a.norm, g, weight);
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) v[i] = v[i] * inverse * weight[i];
     }
@@ -124,20 +130,21 @@ template <u32 Threads> APU_DEVICE void prepare_input(const InputArgs &a) {
     quantize(1);
   };
 #pragma unroll
-  for (u32 g = 0; g < kInputHeld; ++g)
-    if (g < groups) finish(g, held[g]);
-  for (u32 g = kInputHeld; g < groups; ++g) {
-    float v[4];
+  for (u32 g = 0; g < Held; ++g)
+    if (g < groups) finish(g, held[g], weights[g]);
+  for (u32 g = Held; g < groups; ++g) {
+    float v[4], weight[4];
     load(in, g, v);
-    finish(g, v);
+    if (a.norm) load(a.norm, g, weight);
+    finish(g, v, weight);
   }
 }
 
 APU_KERNEL(kInputSmall) void input_small(InputArgs args) {
-  prepare_input<kInputSmall>(args);
+  prepare_input<kInputSmall, 1>(args);
 }
 APU_KERNEL(kInputLarge) void input_large(InputArgs args) {
-  prepare_input<kInputLarge>(args);
+  prepare_input<kInputLarge, 4>(args);
 }
 
 } // namespace apu::gpu

@@ -5,10 +5,9 @@
 
 namespace apu::gpu {
 
-constexpr u32 kInputHeld = 4;    // groups of four values that a thread keeps in registers
-constexpr u32 kInputSmall = 256; // threads of a block, by the columns: input_small, input_large
-constexpr u32 kInputLarge = 1024;
-constexpr u32 kInputSmallColumns = kInputSmall * 4 * kInputHeld;
+constexpr u32 kInputSmall = 256;            // threads of a block: input_small, for short rows and for parts of rows
+constexpr u32 kInputLarge = 1024;           // and input_large, for rows whose norm needs all of them
+constexpr u32 kInputPart = kInputSmall * 4; // columns of a block where there is no norm
 
 struct InputArgs {
   const StepCounts *counts;
