@@ -1,5 +1,5 @@
 """Reads what the compiler made of kernels for AMD: instructions and loops from the assembly that build_kernels.py
-keeps, registers, LDS and scratch from the code object's own notes. Run as a script it prints the counts of every matvec:
+keeps, registers, LDS and scratch from the code object's own notes. As a script it prints what the main loops cost:
 
     .venv/bin/python tests/gpu/isa.py gfx1151
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-DOTS = ("v_dot4_i32_iu8", "v_dot4c_i32_i8", "v_dot4_i32_i8", "v_dot2_f32_bf16", "v_dot2_f32_f16", "v_dot2acc_f32_f16")
+DOTS = ("v_dot", "v_wmma", "v_mfma")  # what a main loop is for
 
 
 @dataclass
@@ -249,6 +249,8 @@ BLOCKS = {  # elements and bytes of a block, by the name in kernels
     **{"iq2_xxs": (256, 66), "iq4_nl": (32, 18), "iq4_xs": (256, 136), "mxfp4": (32, 17)},
 }
 
+GEMM_UNIT = {"small": 32, "large": 16}  # weights that a thread unpacks in a step: GemmShape of gemm_args.h
+
 
 @dataclass
 class MatvecCost:
@@ -279,6 +281,13 @@ def main() -> None:
                     cost = matvec_cost(code, m[1], int(m[2] or 1))
                     if cost.dots:
                         print(f"{target} {name}: {cost.dots} dots, {cost.valu} VALU, {cost.per_byte:.2f} a byte")
+                m = re.fullmatch(r"(?:expert_)?gemm_(\w+)_(small|large)", name)
+                if m and m[1] in BLOCKS:
+                    way = code.main_loop()
+                    tiles, valu = (sum(op.startswith(p) for op in way) for p in (("v_wmma", "v_mfma"), "v_"))
+                    elements, nbytes = BLOCKS[m[1]]
+                    unpacked = 32 * GEMM_UNIT[m[2]] * nbytes / elements  # bytes of a wave32 in a step
+                    print(f"{target} {name}: {tiles} WMMA, {valu} VALU, {tiles / unpacked:.3f} WMMA an unpacked byte")
 
 
 if __name__ == "__main__":

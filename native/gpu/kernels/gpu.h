@@ -60,20 +60,28 @@ APU_DEVICE u32 wave_id() { // of the block
 // look_up_nibbles(table, v, low, high): bytes table[n] of the low and of the high nibbles n of v's bytes; a ByteTable
 // is sixteen bytes in four words. ByteSelectors: eight selectors of byte_permute packed as the hardware takes them,
 // made by byte_selectors(nibbles); unions by |. select_bytes(a, b, s, low, high): the first four and the last four
-// bytes that they pick. load16(p): 16 aligned bytes of device memory, not LDS, kept in caches.  load16_stream(p): read
-// once. store16(p, v): to either. global_pointer<T>(address): to device memory, known not to be to LDS.
-// load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4
-// after them. copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async
-// groups (where the hardware has no such thing the copy is immediate: kAsyncCopy is false). hide(v): the compiler
-// forgets what it knows of a u32, so that what depends on it is not moved out of a loop. kGridCopies, kSignCopies: how
-// many copies of the tables of a codebook in LDS pay, where every lane looks up entries of its own.
-// kSignsOfActivations: signs are given to the activations, not to the weights. half_to_float(bits), float_to_half(x) ->
-// bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even. floats_to_halves(low, high), half2_mul(a,
-// b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32. bits_to_float(u), float_to_bits(x); fma, sqrt, exp,
-// log, floor, fabs, min, max of float in namespace gpu: fma_f32 ... round_even_f32(x): to the nearest integer, ties to
-// even. prefetch_global(p): a hint. atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old
-// value. device_fence(): earlier writes of this thread are visible to the device before later ones. exp2_f32(x): 2^x,
-// within 2 ulp; results below 2^-126 may be 0.
+// bytes that they pick.
+//
+// load16(p): 16 aligned bytes of device memory, not LDS, kept in caches.  load16_stream(p): read once.
+// store16(p, v): to either.
+// global_pointer<T>(address): to device memory, known not to be to LDS. For addresses that were themselves loaded.
+// load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
+// copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups. Where the
+// hardware has no such thing the copy is immediate: kAsyncCopy is false.
+// prefetch_global(p): a hint.
+//
+// hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
+// kGridCopies, kSignCopies: how many copies of a codebook's tables in LDS pay, where every lane looks up its own entry.
+// kSignsOfActivations: signs are given to the activations, not to the weights.
+//
+// half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
+// floats_to_halves(low, high), half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
+// bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float: fma_f32 ...
+// exp2_f32(x): 2^x, within 2 ulp; results below 2^-126 may be 0.
+// round_even_f32(x): to the nearest integer, ties to even. Nothing is contracted: a * b + c rounds twice.
+//
+// atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old value.
+// device_fence(): earlier writes of this thread are visible to the device before later ones.
 
 template <typename T> APU_DEVICE T wave_sum(T v) {
 #pragma unroll

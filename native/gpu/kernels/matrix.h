@@ -17,7 +17,7 @@ APU_DEVICE const u8 *matrix_row(const Matrix &w, u64 row) {
       high = middle - 1;
   }
   const Segment &s = w.segments[low];
-  return reinterpret_cast<const u8 *>(s.address) + (row - s.row_begin) * s.row_stride;
+  return global_pointer<const u8>(s.address) + (row - s.row_begin) * s.row_stride;
 }
 
 } // namespace apu::gpu

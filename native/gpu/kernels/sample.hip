@@ -60,7 +60,7 @@ APU_DEVICE void adjust(const StepView &step, const Output &o, u32 begin, float *
   APU_SHARED u32 ids[kSurveyThreads];
   APU_SHARED float values[kSurveyThreads];
   APU_SHARED u32 counts[kSurveyWaves];
-  const u32 *extras = step.extras[0];
+  const u32 *extras = global_pointer<const u32>(u64(step.extras[0]));
 #pragma unroll
   for (u32 i = 0; i < kSurveyItems; ++i) logits[item_of(i)] = v[i];
   block_sync();

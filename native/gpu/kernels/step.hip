@@ -48,7 +48,7 @@ APU_KERNEL(256) void step_begin(StepBeginArgs a) {
       put(at, outputs, a.to.outputs, value);
   }
   const u8 *from = reinterpret_cast<const u8 *>(header.extras_from);
-  u8 *extras = reinterpret_cast<u8 *>(header.extras_to);
+  u8 *extras = global_pointer<u8>(header.extras_to);
   for (u32 i = block_id() * kStepThreads + thread_id(); mine && i < header.extras_units; i += stride)
     store16(extras + u64(i) * kStepUnit, load16(from + u64(i) * kStepUnit));
 
