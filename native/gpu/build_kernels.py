@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "native/gpu/kernels"
 WORK = ROOT / "build/gpu"
 ZIGLANG = ROOT / "build/ziglang"
+KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 AMD = ("gfx1151", "gfx1150", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1200", "gfx1201", "gfx90a")
 GENERIC = ("gfx11-generic", "gfx12-generic")  # for processors of the family that have no object of their own
@@ -300,7 +301,7 @@ def clang_or_fetch(fetch: bool, apt: bool) -> Clang:
 def local_targets() -> list[str]:
     """Of this machine's GPUs, by the kernel driver's or NVIDIA's own word."""
     found = []
-    for file in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+    for file in sorted(KFD.glob("*/properties")):
         with contextlib.suppress(OSError):
             if m := re.search(r"^gfx_target_version (\d+)$", file.read_text(), re.M):
                 version = int(m[1])  # major, minor, stepping in two decimal digits each; 0 for processors
