@@ -49,11 +49,11 @@ def test_more_submissions_than_slots_run_in_order(gpu: Device) -> None:
         assert plan.read(0 + 1, 11)[:, 0].tolist() == list(range(22, 33))
 
 
-def test_each_bucket_is_captured_once_and_the_oldest_makes_room(hip: HipDouble, gpu: Device) -> None:
+def test_each_bucket_is_captured_once_and_the_oldest_makes_room(hip: HipDouble, hip_device: Device) -> None:
     rig = Rig(rows=512, vocabulary=64)
     rig.input(np.zeros((64, 4), np.float32))
     before = hip.live()["execs"]
-    with rig.build(gpu) as plan:
+    with rig.build(hip_device) as plan:
         for _ in range(3):
             for rows in (1, 2, 8, 9, 16, 13):
                 plan.run(Step().sequence([0] * rows))
