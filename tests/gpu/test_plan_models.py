@@ -130,10 +130,11 @@ def test_sequences_do_not_see_each_other(tiny: tuple[str, TinyModel], gpu: Devic
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
 def test_types_of_weights(tmp_path: Path, device: Device, gpu: Device, quant: str) -> None:
-    """Single rows over a float cache meet the same integers as on the CPU; rounded otherwise, one int8 more or less
-    shows in so narrow a model."""
+    """Integers of activations are the CPU's but where a sum in another order rounds one to its neighbour, which
+    shows in so narrow a model; the products alone are compared in test_plan_ops.py."""
     model = tiny_llama_gguf(tmp_path / "model.gguf", quant=quant)
-    for kv_type, chunk, bound in (("f32", 1, 1e-4), ("f16", 1, 0.1), ("f16", 20, 0.1)):
+    single = TOLERANCE if quant in ("F16", "BF16") else 0.1
+    for kv_type, chunk, bound in (("f32", 1, single), ("f16", 1, 0.1), ("f16", 20, 0.1)):
         found = []
         for target in (device, gpu):
             with running(model.path, target, kv_type=kv_type) as loaded:
