@@ -73,17 +73,16 @@ public:
   virtual const void *constant(const void *data, size_t bytes) = 0;
 };
 
-// Weak until all of them have landed.
 using MakeOp = std::unique_ptr<Op> (*)(Builder &, const apu_op &);
-[[gnu::weak]] std::unique_ptr<Op> make_embed(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_rms_norm(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_matmul(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
-[[gnu::weak]] std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_embed(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_rms_norm(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_matmul(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
 
 // The parts of a product over prepared rows (ops_matmul.cpp decides by the bucket's rows).
 struct ProductSide { // one matrix of a product, with what is done to its result
@@ -119,10 +118,10 @@ public:
   virtual ~ProductKernels() = default;
   virtual void launch(Launcher &launcher, const Bucket &bucket, const Activations &in) const = 0;
 };
-[[gnu::weak]] std::unique_ptr<ProductKernels> make_matvec(Builder &builder, const Product &product);
-[[gnu::weak]] std::unique_ptr<ProductKernels> make_gemm(Builder &builder, const Product &product);
-[[gnu::weak]] std::unique_ptr<ProductKernels> make_expert_matvec(Builder &builder, const ExpertProduct &product);
-[[gnu::weak]] std::unique_ptr<ProductKernels> make_expert_gemm(Builder &builder, const ExpertProduct &product);
+std::unique_ptr<ProductKernels> make_matvec(Builder &builder, const Product &product);
+std::unique_ptr<ProductKernels> make_gemm(Builder &builder, const Product &product);
+std::unique_ptr<ProductKernels> make_expert_matvec(Builder &builder, const ExpertProduct &product);
+std::unique_ptr<ProductKernels> make_expert_gemm(Builder &builder, const ExpertProduct &product);
 
 // Norm and quantisation of an op's input into Scratch::activations and Scratch::normed; in `rows_each` rows for each
 // row of the step (k of an expert's second half).
@@ -143,6 +142,6 @@ struct InputDesc {
   bool fine = false;      // two rows for each: of x, and of what quantising it lost
   bool output_rows = false;
 };
-[[gnu::weak]] std::unique_ptr<InputKernels> make_input(Builder &builder, const InputDesc &desc);
+std::unique_ptr<InputKernels> make_input(Builder &builder, const InputDesc &desc);
 
 } // namespace apu::gpu

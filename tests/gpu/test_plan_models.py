@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[Callable[..., TinyModel], dict[str, Any], Callable[..., 
     "llama": (tiny_llama_gguf, {"bias": True}, reference.llama),
     "gemma3": (tiny_gemma3_gguf, {"V": 512}, reference.gemma3),
     "qwen3": (tiny_qwen3_gguf, {"tied": True}, reference.qwen3),
+    "qwen3moe": (tiny_qwen3_gguf, {"experts": 8}, reference.qwen3),
 }
 
 

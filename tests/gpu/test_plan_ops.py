@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import test_experts as native_experts
 import test_ops as native_ops
 import test_replay as native_replay
 import test_sample as native_sample
@@ -304,6 +305,32 @@ class Attended:
             plan.run(step)
             out.append(plan.read(self.out, rows))
         return out
+
+
+@pytest.mark.parametrize("kinds", ["fff", "qqq", "hqf"])
+def test_mixture_of_experts(device: Device, gpu: Device, kinds: str) -> None:
+    made = [
+        native_experts.Mixture(
+            random(64, 64) * np.float32(0.5),
+            random(8, 64, seed=2),
+            3,
+            96,
+            norm=random(64, seed=3),
+            kinds=kinds,
+            cuts=(2, 1, 3, 2),
+            residual="apart",
+        )
+        for _ in range(2)
+    ]
+    with made[0].rig.build(device) as cpu, made[1].rig.build(gpu) as other:
+        for rows in ROWS:
+            for plan in (cpu, other):
+                plan.run(step_of(rows))
+            assert np.array_equal(other.read(made[1].ids, rows), cpu.read(made[0].ids, rows))
+            close(other.read(made[1].weights, rows), cpu.read(made[0].weights, rows), 1e-5)
+            bound = 1e-5 if kinds == "fff" or rows <= 8 else 3e-3
+            close(other.read(made[1].h, rows), cpu.read(made[0].h, rows), bound)
+            close(other.read(made[1].out, rows), cpu.read(made[0].out, rows), bound)
 
 
 @pytest.mark.parametrize(
