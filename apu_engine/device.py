@@ -6,7 +6,10 @@ is there but cannot be used is never passed over in silence: the reason says wha
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import grp
+import importlib.util
 import os
 import re
 from dataclasses import dataclass
@@ -97,10 +100,24 @@ def _open(kind: str, index: int, kernels: str | None) -> tuple[Device | None, st
     """The device, or what keeps it from being used."""
     from apu_engine import _native
 
+    if kind == "hip":
+        _load_wheel()
     try:
         return _native.Device(kind, index, kernels=kernels), ""
     except (_native.UnsupportedError, _native.DeviceError) as error:
         return None, re.sub(r"^device (hip|cuda): ", "", str(error))
+
+
+def _load_wheel() -> None:
+    """Loads the runtime of ROCm's Python packages, where they are installed: the dynamic linker does not look there,
+    but finds a library by its versioned name once it is loaded.
+    """
+    package = importlib.util.find_spec("_rocm_sdk_core")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        for library in sorted(Path(folder, "lib").glob("libamdhip64.so.*"), reverse=True):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(library))
+                return
 
 
 def amd_gpu() -> str | None:

@@ -36,14 +36,13 @@ def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], f
     return out
 
 
-def library(hide: Sequence[str] = ()) -> Path:
+def library(hide: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
     """The double; `hide` names symbols that an older or broken runtime lacks."""
-    flags = []
     if hide:
         script = CACHE / f"hide-{'-'.join(hide)}.map"
         CACHE.mkdir(parents=True, exist_ok=True)
         script.write_text("{ local: " + " ".join(f"{name};" for name in hide) + " };\n")
-        flags = [f"-Wl,--version-script={script}"]
+        flags = [*flags, f"-Wl,--version-script={script}"]
     return shared_object("libamdhip64-double", SOURCES.glob("*.cpp"), SOURCES.glob("*.h"), flags)
 
 

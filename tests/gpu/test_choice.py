@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,17 @@ def test_weights_that_do_not_fit(
 def test_a_runtime_that_lacks_functions(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APU_HIP_LIBRARY", str(library(hide=["hipGraphLaunch"])))
     assert "lacks hipGraphLaunch" in pick_device("auto").reason
+
+
+def test_the_runtime_of_rocms_python_packages(tmp_path: Path, hip_kernels: Path) -> None:
+    """Found in site-packages/_rocm_sdk_core/lib, where the dynamic linker does not look."""
+    folder = tmp_path / "_rocm_sdk_core" / "lib"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    name = "libamdhip64.so.12"  # the newest name that is tried, so that none of the machine's comes before
+    shutil.copy(library(flags=[f"-Wl,-soname,{name}"]), folder / name)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "APU_KERNELS": str(hip_kernels)}
+    environment.pop("APU_HIP_LIBRARY", None)
+    code = "from apu_engine.device import pick_device; print(pick_device('hip').name)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.returncode) == ("hip:0\n", 0), run.stderr
