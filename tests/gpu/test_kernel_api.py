@@ -6,7 +6,6 @@ With APU_TEST_DEVICE=cuda or hip on that device, all types and sizes; else on de
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
@@ -40,12 +39,8 @@ CASES = (
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest) -> Iterator[Level]:
-    if not REAL:
-        yield Level("hip", request.getfixturevalue("hip_device"))
-        return
-    with Device(REAL) as device:
-        yield Level(REAL, device)
+def level(gpu: Device) -> Level:
+    return Level(gpu.props.kind, gpu)
 
 
 def bound(dtype: Q, values: Floats, x: Floats, precision: int, rows: int) -> Floats:
@@ -63,7 +58,7 @@ def bound(dtype: Q, values: Floats, x: Floats, precision: int, rows: int) -> Flo
 
 
 @pytest.mark.parametrize(("dtype", "k"), [pytest.param(d, k, id=f"{d.name}-{k}") for d, k in CASES])
-def test_products(gpu: Level, dtype: Q, k: int) -> None:
+def test_products(level: Level, dtype: Q, k: int) -> None:
     """Within their bounds, and in a class of kernels a row has the same bits beside any others."""
     w, x = random_weights(dtype, 9, k), random_activations(max(ROWS), k)
     values = truth(dtype, w)
@@ -72,37 +67,37 @@ def test_products(gpu: Level, dtype: Q, k: int) -> None:
         for _, same in groupby(ROWS, lambda rows: rows > MATVEC_ROWS):
             most = None
             for rows in sorted(same, reverse=True):
-                found = gpu.matmul(dtype, w, x[:rows], precision)
+                found = level.matmul(dtype, w, x[:rows], precision)
                 assert (np.abs(found - exact[:rows]) <= bound(dtype, values, x[:rows], precision, rows)).all(), rows
                 most = found if most is None else most
                 assert np.array_equal(found, most[:rows]), rows
 
 
-def test_weights_at_any_address(gpu: Level) -> None:
+def test_weights_at_any_address(level: Level) -> None:
     w, x = random_weights(Q.Q6_K, 5, 256), random_activations(2, 256)
-    want = gpu.matmul(Q.Q6_K, w, x)
+    want = level.matmul(Q.Q6_K, w, x)
     row = w.shape[1]
     for shift, gap in ((1, 0), (7, 3)):
         spread = np.zeros(shift + 5 * (row + gap), np.uint8)
         for i in range(5):
             spread[shift + i * (row + gap) :][:row] = w[i]
         found = np.empty_like(want)
-        gpu.matmul_at(Q.Q6_K, spread.ctypes.data + shift, row + gap, x.ctypes.data, found.ctypes.data, 2, 256, 5)
+        level.matmul_at(Q.Q6_K, spread.ctypes.data + shift, row + gap, x.ctypes.data, found.ctypes.data, 2, 256, 5)
         assert np.array_equal(found, want)
 
 
-def test_time_and_read(gpu: Level, device: Device) -> None:
+def test_time_and_read(level: Level, device: Device) -> None:
     w, x = random_weights(Q.Q8_0, 8, 256), random_activations(1, 256)
-    assert 0 < gpu.device.matmul_time(int(Q.Q8_0), w, x, copies=3, passes=2) < 10
+    assert 0 < level.device.matmul_time(int(Q.Q8_0), w, x, copies=3, passes=2) < 10
     with pytest.raises(UnsupportedError, match="expected a GPU, found device cpu"):
         device.matmul_time(int(Q.Q8_0), w, x, copies=1, passes=1)
     with pytest.raises(InvalidError, match="count and repeats must be positive, they are 1, 8, 0, 1"):
-        gpu.device.matmul_time(int(Q.Q8_0), w, x, copies=0, passes=1)
-    region = Region.alloc(gpu.device, 100_000)
+        level.device.matmul_time(int(Q.Q8_0), w, x, copies=0, passes=1)
+    region = Region.alloc(level.device, 100_000)
     try:
         for begin, nbytes in ((0, 100_000), (3, 31), (16, 40_000)):
-            assert gpu.device.read_rate(region.address + begin, nbytes, 2) > 1e3
+            assert level.device.read_rate(region.address + begin, nbytes, 2) > 1e3
         with pytest.raises(InvalidError, match="15 bytes hold no aligned 16"):
-            gpu.device.read_rate(region.address + 1, 15, 1)
+            level.device.read_rate(region.address + 1, 15, 1)
     finally:
         region.free()

@@ -41,14 +41,14 @@ def products(
     }
     scores = shim.output((len(x) + 1, n), np.float32)
     args = shim.args(
-        "RouteScoresArgs",
+        "RouteArgs",
         count=count(shim, len(x)),
         router=matrix,
         norm=0 if norm is None else shim.input(norm),
         scores=scores,
         eps=1e-6,
         parts=parts,
-        **{"in": shim.input(x)},
+        **{"in": shim.input(np.concatenate([x, x[:1]]))},  # memory holds the bucket's rows
     )
     block = THREADS // shim.wave // parts * experts
     shim.launch(kernel, (-(-n // block), len(x) // 8 + 1 if many else len(x) + 1), THREADS, args)
@@ -94,18 +94,63 @@ def test_products_of_any_type_at_any_address(shims: list[Shim], dtype: Q) -> Non
             assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
 
 
+@pytest.mark.parametrize(("experts", "k"), [(9, 2), (64, 8), (128, 8), (200, 5), (256, 8)])
+def test_one_kernel_for_few_rows(shims: list[Shim], experts: int, k: int) -> None:
+    """The last block of a row's products chooses, twice over with the same counters."""
+    rng = np.random.default_rng(experts)
+    router, x = rng.standard_normal((experts, 512)).astype(np.float32), rng.standard_normal((3, 512)).astype(np.float32)
+    norm = rng.standard_normal(512).astype(np.float32)
+    logits = exact(router, x, norm) / 8
+    want = np.exp(logits - logits.max(1, keepdims=True))
+    wanted_ids, wanted_weights = reference(want / want.sum(1, keepdims=True), k, 1, 1.5)
+    for shim in shims:
+        counters = shim.output(4, np.uint32)
+        counters.array[:] = 0
+        ids, weights = shim.output((4, k), np.int32), shim.output((4, k), np.float32)
+        args = shim.args(
+            "RouteArgs",
+            count=count(shim, 3),
+            router={
+                "data": shim.input(router),
+                "row_stride": 2048,
+                "segment_count": 1,
+                "rows": experts,
+                "k": 512,
+                "type": int(Q.F32),
+            },
+            norm=shim.input(norm / 8),
+            scores=shim.output((4, experts), np.float32),
+            ids=ids,
+            weights=weights,
+            counters=counters,
+            eps=1e-6,
+            parts=2,
+            k=k,
+            softmax=1,
+            divide=1,
+            scale=1.5,
+            **{"in": shim.input(np.concatenate([x, x[:1]]))},
+        )
+        for _ in range(2):
+            shim.launch("route_scores_f32", (-(-experts // (THREADS // shim.wave // 2)), 4), THREADS, args)
+            assert (counters.array == 0).all()
+        shim.clear()
+        assert np.array_equal(ids.array[:3], wanted_ids) and (ids.array[3] == -1).all()
+        np.testing.assert_allclose(weights.array[:3], wanted_weights, rtol=2e-5)
+
+
 def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Array]:
     """Ids and weights; one block more than there are rows."""
     rows, experts = logits.shape
     ids, weights = shim.output((rows + 1, k), np.int32), shim.output((rows + 1, k), np.float32)
     options = {"softmax": 1, "divide": 0, "scale": 1.0, "floor": 0.0, **fields}
     args = shim.args(
-        "RouteChooseArgs",
+        "RouteArgs",
         count=count(shim, rows),
         scores=shim.input(logits),
+        router={"rows": experts},
         ids=ids,
         weights=weights,
-        experts=experts,
         k=k,
         **options,
     )

@@ -6,26 +6,23 @@
 namespace apu::gpu {
 
 constexpr u32 kRouteThreads = 256;
-constexpr u32 kRouteTile = 1024;     // experts that are ranked at once
+constexpr u32 kRouteTile = 1024;     // experts that are ranked at once, where there are many
+constexpr u32 kRouteWaveItems = 8;   // experts of a lane, where a wave holds all
 constexpr u32 kRouteManyRows = 8;    // rows of a block of route_scores_many
 constexpr u32 kRouteManyExperts = 4; // experts of a wave there
 
-struct RouteScoresArgs {
+struct RouteArgs {
   RowCount count;
   Matrix router;     // (E, D)
   const float *in;   // (T, D)
   const float *norm; // (D) or null
-  float *scores;     // (T, E)
+  float *scores;     // (T, E) products
+  i32 *ids;          // (T, k) ascending in each row
+  float *weights;    // (T, k)
+  u32 *counters;     // (T) of blocks that ended a row, or null: route_choose follows
   float eps;
   u32 parts; // waves that share an expert's columns: a power of two, at most a block's
-};
-
-struct RouteChooseArgs {
-  RowCount count;
-  const float *scores; // (T, E) products
-  i32 *ids;            // (T, k) ascending in each row
-  float *weights;      // (T, k)
-  u32 experts, k;
+  u32 k;
   u32 softmax; // else sigmoid
   u32 divide;  // by their sum, or `floor` if that is more
   float scale, floor;

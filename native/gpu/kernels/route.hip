@@ -1,9 +1,10 @@
 // ROUTE: products of rows with the router in float, then scores and the choice of the k best experts of each row.
 //
-// route_scores moves the router, 4 E D bytes, once for each row (few rows) or each eight (many). An expert's columns
+// route_scores_* move the router, 4 E D bytes, once for each row (few rows) or each eight (many). An expert's columns
 // are shared by `parts` waves of a block, by lanes of a wave four at a time, in an order that does not depend on the
 // number of rows. The norm is part of it: products are linear, so that x * norm * w is summed beside x * x and scaled
-// last. route_choose ranks every expert against all others, which needs no rounds: a rank below k is a place.
+// last. Choosing ranks every expert against all others, which needs no rounds: a rank below k is a place. With few rows
+// and up to 256 experts the last block of a row's products chooses, so that a layer of a decode step waits once.
 #include "dequantize.h"
 #include "matrix.h"
 #include "route.h"
@@ -48,7 +49,7 @@ struct AnyColumns {
 
 // The sums of one wave over its part of the columns, Batch steps of which are under way at a time.
 template <class Columns, u32 Rows, u32 Experts, u32 Batch, bool Norm>
-APU_DEVICE void sum_columns(const RouteScoresArgs &a, u32 part, const u8 *const *w, const float *const *x,
+APU_DEVICE void sum_columns(const RouteArgs &a, u32 part, const u8 *const *w, const float *const *x,
                             float (*sum)[Experts], float *squares) {
   constexpr u32 width = Columns::width;
   const u32 d = a.router.k, step = kWaveSize * width;
@@ -80,11 +81,12 @@ APU_DEVICE void sum_columns(const RouteScoresArgs &a, u32 part, const u8 *const 
   }
 }
 
-// Scores of `Rows` rows from block_id_y() * Rows on, and `Experts` experts a wave.
-template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route_scores(const RouteScoresArgs &a) {
+// Scores of `Rows` rows from block_id_y() * Rows on, and `Experts` experts a wave. False where all rows are beyond the
+// count, which is looked at first where there are several: memory holds the rows of every bucket.
+template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route_scores(const RouteArgs &a) {
   APU_SHARED float sums[Rows * (Experts + 1)][kRouteWaves];
   const u32 rows = count_rows(a.count), t0 = block_id_y() * Rows;
-  if (t0 >= rows) return;
+  if (Rows > 1 && t0 >= rows) return false;
   const u32 d = a.router.k, experts = a.router.rows;
   const u32 part = wave_id() % a.parts, group = wave_id() / a.parts, groups = kRouteWaves / a.parts;
   const u32 e0 = (block_id() * groups + group) * Experts;
@@ -93,7 +95,7 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route
 #pragma unroll
   for (u32 e = 0; e < Experts; ++e) w[e] = matrix_row(a.router, e0 + e < experts ? e0 + e : experts - 1);
 #pragma unroll
-  for (u32 t = 0; t < Rows; ++t) x[t] = a.in + u64(t0 + t < rows ? t0 + t : rows - 1) * d;
+  for (u32 t = 0; t < Rows; ++t) x[t] = a.in + u64(Rows == 1 || t0 + t < rows ? t0 + t : rows - 1) * d;
 
   float sum[Rows][Experts] = {}, squares[Rows] = {};
   if (a.norm)
@@ -123,23 +125,123 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE void route
     if (a.norm) s *= 1.0f / sqrt_f32(square / float(d) + a.eps);
     a.scores[u64(t0 + t) * experts + expert] = s;
   }
-}
-
-// Router F32 with 16-byte aligned rows, D a multiple of 4.
-APU_KERNEL(kRouteThreads) void route_scores_f32(RouteScoresArgs a) {
-  route_scores<AlignedColumns, 1, 1, 8>(a);
-}
-APU_KERNEL(kRouteThreads) void route_scores_f32_many(RouteScoresArgs a) {
-  route_scores<AlignedColumns, kRouteManyRows, kRouteManyExperts, 1>(a);
-}
-APU_KERNEL(kRouteThreads) void route_scores_any(RouteScoresArgs a) {
-  route_scores<AnyColumns, 1, 1, 1>(a);
-}
-APU_KERNEL(kRouteThreads) void route_scores_any_many(RouteScoresArgs a) {
-  route_scores<AnyColumns, kRouteManyRows, 1, 1>(a);
+  return t0 < rows;
 }
 
 constexpr float kMinusInfinity = -__builtin_inff();
+
+APU_DEVICE float order_of(float score) { // NaN is the worst
+  return score == score ? score : kMinusInfinity;
+}
+
+// Up to kRouteWaveItems * kWaveSize experts: every wave holds all scores, so that maximum and sum need no barrier.
+APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
+  constexpr u32 most_experts = kRouteWaveItems * kWaveSize;
+  APU_SHARED f32x4 tile[most_experts / 4]; // scores
+  APU_SHARED float chosen[most_experts];
+  APU_SHARED u32 places[kRouteWaves];
+  const u32 experts = a.router.rows;
+  const float *scores = a.scores + u64(row) * experts;
+  float v[kRouteWaveItems], most = kMinusInfinity, total = 0;
+#pragma unroll
+  for (u32 i = 0; i < kRouteWaveItems; ++i) {
+    const u32 e = i * kWaveSize + lane_id();
+    v[i] = e < experts ? scores[e] : kMinusInfinity;
+  }
+  if (a.softmax) {
+#pragma unroll
+    for (u32 i = 0; i < kRouteWaveItems; ++i) most = max_f32(most, v[i]);
+    most = wave_max(most);
+#pragma unroll
+    for (u32 i = 0; i < kRouteWaveItems; ++i) {
+      if (i * kWaveSize >= experts) continue;
+      v[i] = i * kWaveSize + lane_id() < experts ? exp_f32(v[i] - most) : 0;
+      total += v[i];
+    }
+    total = wave_sum(total);
+  }
+#pragma unroll
+  for (u32 i = 0; i < kRouteWaveItems; ++i) {
+    const u32 e = i * kWaveSize + lane_id();
+    if (i % kRouteWaves != wave_id() || i * kWaveSize >= experts) continue; // each wave writes its part
+    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i]));
+    reinterpret_cast<float *>(tile)[e] = e < experts ? score : kMinusInfinity;
+  }
+  block_sync();
+  // p threads count, for each expert of a turn, those before it among every p-th four.
+  const u32 p = experts <= kRouteThreads / 4 ? 4 : experts <= kRouteThreads / 2 ? 2 : 1;
+  u32 found = 0;
+  for (u32 e0 = 0; e0 < experts; e0 += kRouteThreads / p) {
+    const u32 e = e0 + thread_id() / p;
+    const float score = e < experts ? reinterpret_cast<const float *>(tile)[e] : kMinusInfinity;
+    const float mine = order_of(score);
+    u32 rank = 0;
+#pragma unroll 4
+    for (u32 j = thread_id() % p * 4; j < experts; j += 4 * p) {
+      const f32x4 four = tile[j / 4];
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        const float other = order_of(four[k]);
+        rank += j + k < experts && (other > mine || (other == mine && j + k < e));
+      }
+    }
+    if (p > 1) rank += wave_shuffle_xor(rank, 1);
+    if (p > 2) rank += wave_shuffle_xor(rank, 2);
+    const bool taken = e < experts && rank < a.k && thread_id() % p == 0;
+    const u64 ballot = wave_ballot(taken);
+    if (lane_id() == 0) places[wave_id()] = bit_count(ballot);
+    block_sync();
+    u32 place = found + bit_count(ballot & ((u64(1) << lane_id()) - 1));
+#pragma unroll
+    for (u32 w = 0; w < kRouteWaves; ++w) {
+      if (w < wave_id()) place += places[w];
+      found += places[w];
+    }
+    if (taken) {
+      a.ids[u64(row) * a.k + place] = i32(e);
+      chosen[place] = score;
+    }
+    block_sync();
+  }
+  float factor = a.scale;
+  if (a.divide) { // in the order of ids, as the CPU sums
+    float sum = 0;
+#pragma unroll 8
+    for (u32 i = 0; i < a.k; ++i) sum += chosen[i];
+    factor /= sum < a.floor ? a.floor : sum;
+  }
+  for (u32 i = thread_id(); i < a.k; i += kRouteThreads) a.weights[u64(row) * a.k + i] = chosen[i] * factor;
+}
+
+// The last block that comes here for a row chooses.
+APU_DEVICE void choose_last(const RouteArgs &a) {
+  APU_SHARED u32 last;
+  if (!a.counters) return;
+  const u32 row = block_id_y();
+  device_fence();
+  block_sync();
+  if (thread_id() == 0) last = atomic_add(a.counters + row, 1) == grid_size() - 1;
+  block_sync();
+  if (!last) return;
+  device_fence();
+  if (thread_id() == 0) a.counters[row] = 0;
+  choose_of_few(a, row);
+}
+
+// Router F32 with 16-byte aligned rows, D a multiple of 4. Grid (experts, rows).
+APU_KERNEL(kRouteThreads) void route_scores_f32(RouteArgs a) {
+  if (route_scores<AlignedColumns, 1, 1, 4>(a)) choose_last(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_f32_many(RouteArgs a) {
+  route_scores<AlignedColumns, kRouteManyRows, kRouteManyExperts, 1>(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_any(RouteArgs a) {
+  if (route_scores<AnyColumns, 1, 1, 1>(a)) choose_last(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_any_many(RouteArgs a) {
+  route_scores<AnyColumns, kRouteManyRows, 1, 1>(a);
+}
+
 constexpr u32 kRouteItems = kRouteTile / kRouteThreads;
 
 // Experts of a row by score: those of thread t are t, t + kRouteThreads, ...
@@ -166,31 +268,29 @@ APU_DEVICE void add_ranks(const RouteShared &s, u32 base, u32 n, const float *mi
   }
 }
 
-// One block a row.
-APU_KERNEL(kRouteThreads) void route_choose(RouteChooseArgs a) {
+// Any number of experts.
+APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
   APU_SHARED RouteShared s;
-  const u32 row = block_id();
-  if (row >= count_rows(a.count)) return;
-  const float *scores = a.scores + u64(row) * a.experts;
+  const u32 experts = a.router.rows;
+  const float *scores = a.scores + u64(row) * experts;
   i32 *ids = a.ids + u64(row) * a.k;
   float *weights = a.weights + u64(row) * a.k;
 
   float most = kMinusInfinity, total = 1;
   if (a.softmax) {
-    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) most = max_f32(most, scores[e]);
+    for (u32 e = thread_id(); e < experts; e += kRouteThreads) most = max_f32(most, scores[e]);
     most = block_max(most, s.parts[0], kRouteWaves);
     total = 0;
-    for (u32 e = thread_id(); e < a.experts; e += kRouteThreads) total += exp_f32(scores[e] - most);
+    for (u32 e = thread_id(); e < experts; e += kRouteThreads) total += exp_f32(scores[e] - most);
     total = block_sum(total, s.parts[1], kRouteWaves);
   }
   const auto score_of = [&](u32 e) {
-    if (e >= a.experts) return kMinusInfinity;
+    if (e >= experts) return kMinusInfinity;
     return a.softmax ? exp_f32(scores[e] - most) / total : 1.0f / (1.0f + exp_f32(-scores[e]));
   };
-  const auto order_of = [](float score) { return score == score ? score : kMinusInfinity; }; // NaN is the worst
 
   u32 found = 0; // in tiles before this one
-  for (u32 e0 = 0; e0 < a.experts; e0 += kRouteTile) {
+  for (u32 e0 = 0; e0 < experts; e0 += kRouteTile) {
     float score[kRouteItems], mine[kRouteItems];
     u32 rank[kRouteItems];
 #pragma unroll
@@ -198,19 +298,19 @@ APU_KERNEL(kRouteThreads) void route_choose(RouteChooseArgs a) {
       const u32 e = e0 + i * kRouteThreads + thread_id();
       score[i] = score_of(e);
       mine[i] = order_of(score[i]);
-      rank[i] = e < a.experts ? 0 : a.k;
+      rank[i] = e < experts ? 0 : a.k;
     }
-    for (u32 base = 0; base < a.experts; base += kRouteTile) {
+    for (u32 base = 0; base < experts; base += kRouteTile) {
       block_sync();
 #pragma unroll
       for (u32 i = 0; i < kRouteItems; ++i) {
-        if (base + i * kRouteThreads >= a.experts) continue;
+        if (base + i * kRouteThreads >= experts) continue;
         const u32 at = i * kRouteThreads + thread_id();
         s.tile[at] = base == e0 ? mine[i] : order_of(score_of(base + at));
       }
       block_sync();
-      const u32 n = a.experts - base < kRouteTile ? a.experts - base : kRouteTile;
-      add_ranks(s, base, n, mine, e0, a.experts, rank);
+      const u32 n = experts - base < kRouteTile ? experts - base : kRouteTile;
+      add_ranks(s, base, n, mine, e0, experts, rank);
     }
     u64 ballot[kRouteItems];
 #pragma unroll
@@ -242,4 +342,14 @@ APU_KERNEL(kRouteThreads) void route_choose(RouteChooseArgs a) {
   }
   for (u32 i = thread_id(); i < a.k; i += kRouteThreads)
     weights[i] = (i < kRouteTile ? s.chosen[i] : weights[i]) * factor;
+}
+
+// One block a row, after products of many rows or with many experts.
+APU_KERNEL(kRouteThreads) void route_choose(RouteArgs a) {
+  const u32 row = block_id();
+  if (row >= count_rows(a.count)) return;
+  if (a.router.rows <= kRouteWaveItems * kWaveSize)
+    choose_of_few(a, row);
+  else
+    choose_of_many(a, row);
 }

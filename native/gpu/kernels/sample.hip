@@ -243,7 +243,7 @@ struct FinishShared {
   double sums[kFinishWaves];
   float raw_max[kFinishWaves];
   u32 bad[kFinishWaves];
-  u32 count, token;
+  u32 count, finite, token;
 };
 
 // The logits that an output is drawn from, and the places of its scratch.
@@ -439,57 +439,61 @@ template <class Use> APU_DEVICE void in_order(const double *weights, u32 n, cons
 // weights of all tokens, those that are not among the keys included; 0: of the keys. kNone where the cuts may keep
 // others.
 APU_DEVICE u32 draw_sorted(u32 n, const Output &o, double total, double u, FinishShared &s) {
-  const double most = logit_of(s.keys[0]);
-  for (u32 i = thread_id(); i < n; i += kFinishThreads)
-    s.weights[i] = exp_f64((double(logit_of(s.keys[i])) - most) / double(o.temperature));
+  const double most = logit_of(s.keys[0]), min_p = o.min_p;
+  const u32 i = thread_id();
+  double mine = 0;
+  if (i < n) s.weights[i] = mine = exp_f64((double(logit_of(s.keys[i])) - most) / double(o.temperature));
+  if (i == 0) s.count = 0;
   block_sync();
-  if (thread_id() == 0) {
-    const bool all = total == 0;
-    u32 count = 0;
-    double sum = 0;
-    in_order(s.weights, n, [&](double w, u32 i) {
-      if (!(logit_of(s.keys[i]) > kMinusInfinity)) return false;
-      sum += w;
-      count = i + 1;
-      return true;
-    });
-    bool known = all || s.weights[n - 1] < double(o.min_p);
-    u32 keep = count;
+  // Keys of finite logits, and of these the ones that min_p keeps, are the first.
+  const bool last = i + 1 == n, finite = i < n && logit_of(s.keys[i]) > kMinusInfinity;
+  if (finite && (last || !(logit_of(s.keys[i + 1]) > kMinusInfinity))) s.finite = i + 1;
+  if (i < n && (i == 0 || mine >= min_p) && (last || s.weights[i + 1] < min_p)) atomic_max(&s.count, i + 1);
+  block_sync();
+  const u32 finite_count = s.finite, min_p_keeps = s.count < finite_count ? s.count : finite_count;
+  block_sync();
+  if (i == 0) {
+    bool known = total == 0 || min_p_keeps < n;
+    u32 keep = finite_count;
     if (o.top_p < 1) {
-      const double target = double(o.top_p) * (all ? sum : total);
-      known |= sum >= target;
-      keep = 0, sum = 0;
-      in_order(s.weights, count, [&](double w, u32 i) {
-        if (i && !(sum < target)) return false;
+      double sum = 0;
+      if (total == 0) {
+        in_order(s.weights, finite_count, [&](double w, u32) { return total += w, true; });
+      }
+      const double target = double(o.top_p) * total;
+      keep = 0;
+      in_order(s.weights, finite_count, [&](double w, u32 at) {
+        if (at && !(sum < target)) return false;
         sum += w;
-        keep = i + 1;
+        keep = at + 1;
         return true;
       });
+      known |= sum >= target;
     }
-    while (keep > 1 && s.weights[keep - 1] < double(o.min_p)) --keep;
+    keep = keep < min_p_keeps ? keep : min_p_keeps;
     s.count = known ? keep : 0;
   }
   block_sync();
   const u32 keep = s.count;
   if (keep == 0) return kNone;
-  if (thread_id() < keep) s.keys[thread_id()] = (s.keys[thread_id()] & 0xffffffffu) << 32 | thread_id();
+  if (i < keep) s.keys[i] = (s.keys[i] & 0xffffffffu) << 32 | i;
   block_sync();
   sort_keys(s.keys, keep, s.select);
   double *by_id = reinterpret_cast<double *>(s.select.low);
-  if (thread_id() < keep) by_id[thread_id()] = s.weights[u32(s.keys[thread_id()])];
+  if (i < keep) by_id[i] = s.weights[u32(s.keys[i])];
   block_sync();
-  if (thread_id() == 0) {
+  if (i == 0) {
     double sum = 0;
     in_order(by_id, keep, [&](double w, u32) { return sum += w, true; });
     const double target = u * sum;
-    u32 at = keep - 1;
+    u32 drawn = keep - 1;
     sum = 0;
-    in_order(by_id, keep, [&](double w, u32 i) {
+    in_order(by_id, keep, [&](double w, u32 at) {
       if (!((sum += w) > target)) return true;
-      at = i;
+      drawn = at;
       return false;
     });
-    s.token = u32(s.keys[at] >> 32);
+    s.token = u32(s.keys[drawn] >> 32);
   }
   block_sync();
   return s.token;
@@ -526,7 +530,7 @@ APU_DEVICE u32 draw_many(const Drawn &d, const Output &o, float most, double u, 
   const bool cuts = o.top_k && o.top_k < d.size;
   if (!cuts && o.top_p >= 1 && !(o.min_p > 0)) return draw_plain(d, o, most, u, s);
   if (!cuts) {
-    const u32 n = collect_quick(d, most_quick(d.size), s);
+    const u32 n = collect_quick(d, quick_groups(d.size) / 2, s); // more would not be ranked at once
     const u32 token = n ? draw_sorted(n, o, double(total_mass(d, o, most, s)) * 0x1p-39, u, s) : kNone;
     if (token != kNone) return token;
   }

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Measures the kernels of a GPU by themselves, as shares of what plain reads of its memory reach in the same run.
+
+    scripts/gpu_bench.py                      the first GPU that opens, AMD or NVIDIA
+    scripts/gpu_bench.py --device cuda:1      another; kernels for it must be built (./build.sh --targets ...)
+    scripts/gpu_bench.py --quick              three types, two shapes, less memory
+    scripts/gpu_bench.py --json report.json   the same numbers, to keep
+
+Everything goes through libapu, its driver and its modules. Matvec: one row by matrices of every type; a graph holds
+one product for each of so many copies of the matrix that they fill more than a GiB, so that no cache helps. GEMM: 512
+rows, in TFLOP/s, beside torch's bf16 product where torch sees the GPU. Attention: one new token for each of 8
+sequences over long contexts, as GB/s of keys and values read; what a step costs around its ops is measured and taken
+off. docs/kernels.md has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apu_engine._native import PAGE_TOKENS, Device, Region, check, ffi, lib
+from apu_engine.errors import ApuError
+from apu_engine.plan.builder import PlanBuilder
+from apu_engine.plan.plan import Plan
+from apu_engine.plan.spec import Limits, Segment
+from apu_engine.weights.ggml_types import GGML_TYPES
+from apu_engine.weights.model_file import TensorRef
+
+GIB = 1 << 30
+ROTATED = int(1.1 * GIB)  # bytes that a timed graph reads, at least
+TYPES = (
+    "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "MXFP4", "IQ4_NL",
+    "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4", "F32",
+)  # fmt: skip
+SHAPES = ((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096), (128256, 4096))  # N, K
+GEMM_TYPES = ("Q4_0", "Q4_K", "Q8_0", "BF16", "F16")
+GEMM = (512, 14336, 4096)  # T, N, K
+CONTEXTS = (8192, 32768)
+SEQUENCES, HEADS, KV_HEADS, HEAD_SIZE = 8, 32, 8, 128
+QUICK_TYPES = ("Q8_0", "Q4_0", "Q4_K")
+
+
+@dataclass
+class Figure:
+    """One measurement; `share` is of the plain read (matvec, attention) or of torch's product (gemm)."""
+
+    kernel: str
+    type: str
+    shape: str
+    microseconds: float
+    rate: float
+    unit: str
+    share: float | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        device = open_gpu(args.device)
+    except ApuError as error:
+        print(f"gpu_bench: {error}", file=sys.stderr)
+        return 2
+    with device:
+        report = measure(device, args.quick, args.types, args.attention)
+    print_report(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto", help="hip[:N], cuda[:N] or auto (default)")
+    parser.add_argument("--quick", action="store_true", help="few types, two shapes")
+    parser.add_argument("--types", type=lambda text: text.upper().split(","), help="matvec types, comma separated")
+    parser.add_argument("--no-attention", dest="attention", action="store_false", help="leave attention out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
+    return parser.parse_args(argv)
+
+
+def open_gpu(name: str = "auto") -> Device:
+    """The named device, or the first GPU that opens. Raises ApuError with what each kind said."""
+    reasons = []
+    for kind in ("hip", "cuda") if name == "auto" else (name,):
+        kind, _, index = kind.partition(":")
+        try:
+            return Device(kind, int(index or 0))
+        except ApuError as error:
+            reasons.append(str(error))
+    raise ApuError("; ".join(reasons))
+
+
+def measure(device: Device, quick: bool = False, types: Sequence[str] | None = None, attention: bool = True) -> Any:
+    """All figures as plain data."""
+    read = plain_read(device, 1 if quick else 3)
+    figures = matvecs(device, read, types or (QUICK_TYPES if quick else TYPES), SHAPES[:2] if quick else SHAPES)
+    figures += gemms(device, GEMM_TYPES[1:3] if quick else GEMM_TYPES)
+    for context in (CONTEXTS[:1] if quick else CONTEXTS) if attention else ():
+        for kv in ("F16",) if quick else ("F16", "Q8_0"):
+            figures.append(decode_attention(device, read, context, kv))
+    props = device.props
+    return {
+        "device": {"kind": props.kind, "name": props.name, "arch": props.arch, "driver": props.driver_version},
+        "plain_read_gb_per_s": round(read / 1e9, 1),
+        "figures": [asdict(figure) for figure in figures],
+    }
+
+
+def print_report(report: Any) -> None:
+    device = report["device"]
+    print(f"{device['kind']} {device['name']} ({device['arch']}); plain read {report['plain_read_gb_per_s']:.0f} GB/s")
+    print(f"{'kernel':10}{'type':9}{'shape':>18}{'us':>10}{'rate':>17}{'share':>7}")
+    for f in report["figures"]:
+        share = "" if f["share"] is None else f"{f['share']:.2f}"
+        rate = f"{f['rate']:.0f} {f['unit']}"
+        print(f"{f['kernel']:10}{f['type']:9}{f['shape']:>18}{f['microseconds']:10.1f}{rate:>17}{share:>7}")
+
+
+def plain_read(device: Device, gib: int) -> float:
+    """Bytes per second."""
+    region = Region.alloc(device, gib * GIB)
+    try:
+        return device.read_rate(region.address, gib * GIB, 5)
+    finally:
+        region.free()
+
+
+def type_number(name: str) -> int:
+    for number, block in GGML_TYPES.items():
+        if block.name == name:
+            return number
+    raise ApuError(f"type {name!r}: expected one of {', '.join(TYPES)}")
+
+
+def random_weights(dtype: int, n: int, k: int) -> Any:
+    """(N, row bytes) of blocks whose scales, in whatever format, are small positive numbers."""
+    block = GGML_TYPES[dtype]
+    row = k // block.elements * block.nbytes
+    some = np.random.default_rng(dtype).integers(1, 60, min(n * row, 1 << 22), dtype=np.uint8)
+    return np.resize(some, n * row).reshape(n, row)
+
+
+def matvecs(device: Device, read: float, types: Sequence[str], shapes: Sequence[tuple[int, int]]) -> list[Figure]:
+    out = []
+    for name in types:
+        for n, k in shapes:
+            weights = random_weights(type_number(name), n, k)
+            x = np.random.default_rng(k).standard_normal((1, k)).astype(np.float32)
+            copies = max(2, -(-ROTATED // weights.nbytes))
+            seconds = device.matmul_time(type_number(name), weights, x, copies=copies, passes=7)
+            rate = weights.nbytes / seconds
+            out.append(Figure("matvec", name, f"{n}x{k}", seconds * 1e6, rate / 1e9, "GB/s", round(rate / read, 3)))
+    return out
+
+
+def gemms(device: Device, types: Sequence[str]) -> list[Figure]:
+    rows, n, k = GEMM
+    flops = 2.0 * rows * n * k
+    reference = torch_matmul(device.props.kind)
+    shape = f"{rows}x{n}x{k}"
+    out = []
+    if reference:
+        out.append(Figure("gemm", "torch", shape, reference * 1e6, flops / reference / 1e12, "TFLOP/s"))
+    for name in types:
+        weights = random_weights(type_number(name), n, k)
+        x = np.random.default_rng(k).standard_normal((rows, k)).astype(np.float32)
+        copies = max(2, -(-(ROTATED // 4) // weights.nbytes))
+        seconds = device.matmul_time(type_number(name), weights, x, copies=copies, passes=7)
+        share = round(reference / seconds, 3) if reference else None
+        out.append(Figure("gemm", name, shape, seconds * 1e6, flops / seconds / 1e12, "TFLOP/s", share))
+    return out
+
+
+def torch_matmul(kind: str) -> float | None:
+    """Seconds of torch's bf16 product of the same size, its weights rotated as ours are; None without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available() or (torch.version.hip is not None) != (kind == "hip"):
+        return None
+    rows, n, k = GEMM
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    times = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for w in weights * 8:
+            torch.matmul(x, w.t())
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / 32)
+    return float(np.median(times[2:]))
+
+
+class _Table:
+    """The weight of the attention plan, rows for EMBED, in device memory, with room around it as kernels may read."""
+
+    PADDING = 64
+
+    def __init__(self, device: Device, rows: Any) -> None:
+        self.region = Region.alloc(device, rows.nbytes + 2 * self.PADDING)
+        self.address = self.region.address + self.PADDING
+        data = ffi.from_buffer("char[]", rows)
+        check(lib.apu_memory_copy(device.handle, self.address, int(ffi.cast("uintptr_t", data)), rows.nbytes, 0, 1))
+
+    def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
+        return (Segment(self.address, 0, ref.nbytes // ref.row_bytes, ref.row_bytes, 0),)
+
+
+def decode_attention(device: Device, read: float, context: int, kv: str) -> Figure:
+    """One row of each sequence at the end of its context; enough layers that their caches fill some GiB."""
+    dims = {"D": HEADS * HEAD_SIZE, "H": HEADS, "K": KV_HEADS, "d": HEAD_SIZE, "V": SEQUENCES}
+    pages = SEQUENCES * context // PAGE_TOKENS
+    table = _Table(device, np.random.default_rng(1).standard_normal((SEQUENCES, dims["D"])).astype(np.float32))
+    regions = [table.region]
+    plan = None
+    try:
+        builder = PlanBuilder(table, Limits(SEQUENCES, SEQUENCES, SEQUENCES, context, SEQUENCES), dims)
+        ref = TensorRef("table", lib.APU_F32, (SEQUENCES, dims["D"]), 0, 0, SEQUENCES * dims["D"] * 4)
+        weight = builder.weight(ref, "V D")
+        q = builder.embed(weight)
+        layers = 0
+        dtype = type_number(kv)
+        while layers < 4 or layers * 2 * pages * _page_bytes(dtype) < 4 * GIB:
+            if (layers + 1) * 2 * pages * _page_bytes(dtype) > device.props.memory_bytes // 2:
+                break
+            builder.layer = layers
+            cache = builder.kv_cache(0, 0, pages, dtype)
+            for state in cache:
+                regions.append(Region.alloc(device, state.page_bytes * pages))
+                state.address = regions[-1].address
+            builder.attention(q, cache, HEAD_SIZE**-0.5)
+            layers += 1
+        if layers < 2:
+            raise ApuError(f"attention over {context} tokens: the device's memory is too small")
+        builder.layer = -1
+        builder.sample(builder.matmul(["logits"], builder.gather_norm(q, _norm(builder, table), 1e-5), [weight])[0])
+        plan = Plan(device, builder.finish())
+        step = plan.new_step()
+        for s in range(SEQUENCES):
+            own = np.arange(s, pages, SEQUENCES)
+            step.add_sequence([s], context - 1, [own])
+        _timed(plan, step, 0, 1)
+        few, many = layers - layers // 2, layers
+        seconds = (_timed(plan, step, 1, 1 + many) - _timed(plan, step, 1, 1 + few)) / (many - few)
+    finally:
+        if plan is not None:
+            plan.destroy()
+        for region in regions:
+            region.free()
+    rate = 2 * pages * _page_bytes(dtype) / seconds
+    shape = f"{SEQUENCES} x {context}"
+    return Figure("attention", kv, shape, seconds * 1e6, rate / 1e9, "GB/s", round(rate / read, 3))
+
+
+def _page_bytes(dtype: int) -> int:
+    block = GGML_TYPES[dtype]
+    return PAGE_TOKENS * KV_HEADS * HEAD_SIZE // block.elements * block.nbytes
+
+
+def _norm(builder: PlanBuilder, table: _Table) -> Any:
+    width = builder.shape("D")[0]
+    return builder.weight(TensorRef("norm", lib.APU_F32, (width,), 0, 0, width * 4), "D")
+
+
+def _timed(plan: Plan, step: Any, first: int, last: int) -> float:
+    """Seconds of a slice with its graph captured, the median of several."""
+    times = []
+    for _ in range(13):
+        begin = time.perf_counter()
+        plan.submit(step, first, last).wait()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times[3:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

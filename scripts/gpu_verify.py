@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""Verifies a GPU against the CPU backend: kernel tests, whole models, kernel speed; one table and one report.
+
+Run scripts/gpu_verify.sh, which builds first; this is its second half. On every model it compares, over the same text:
+
+    logits       largest difference and mean KL divergence (CPU to GPU) of a prompt read many rows at a time
+    rows         the same of 1 and of 8 rows a step, against the many-row logits of the same GPU
+    greedy       200 tokens; where the two first differ, how far apart the CPU's best two logits are there
+    graph        graphs against kernels launched one by one: the same bits
+    again        the same prompt once more: the same bits
+
+The report is JSON. It holds the GPU's name, target and driver, versions, and the figures; no host or user name, no
+serial number, no path. Models are named by their files' names. Exit status: 0 all hold, 1 something failed, 2 it could
+not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_bench
+import numpy as np
+from numpy.typing import NDArray
+
+from apu_engine import LLM, __version__
+from apu_engine.catalog import load_catalog
+from apu_engine.errors import ApuError
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = ("smollm2-135m-instruct", "gemma3-270m")  # of the catalog, where they lie in models/
+TEXT = ROOT / "tests" / "data" / "prose.txt"
+TESTS = (
+    "test_kernel_api.py", "test_plan_ops.py", "test_plan_models.py", "test_submissions.py", "test_step.py",
+)  # fmt: skip
+FULL, QUICK = (256, 200), (64, 40)  # tokens read, tokens generated
+MOST_KL = 1e-4
+Logits = NDArray[np.float32]
+
+
+@dataclass
+class Check:
+    """One line of the table."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        with gpu_bench.open_gpu(args.device) as device:
+            props = device.props
+            bench = None if args.no_bench else gpu_bench.measure(device, args.quick)
+    except ApuError as error:
+        print(f"gpu_verify: {error}", file=sys.stderr)
+        return 2
+    name = args.device if args.device != "auto" else props.kind
+    print(f"{props.kind} {props.name} ({props.arch})")
+    checks = [] if args.no_tests else [kernel_tests(props.kind, args.quick)]
+    figures: dict[str, Any] = {}
+    for path in args.model or local_models():
+        try:
+            found, figures[path.name] = model_checks(path, name, args.quick)
+        except ApuError as error:
+            found = [Check(path.name, False, scrub(str(error)))]
+        checks += found
+    if not figures:
+        checks.append(Check("models", False, f"none: give --model FILE, or fetch {' and '.join(MODELS)} into models/"))
+    for check in checks:
+        print(f"{'ok' if check.ok else 'FAILED':7}{check.name:44}{check.detail}")
+    if bench:
+        gpu_bench.print_report(bench)
+    report = make_report(props, checks, figures, bench)
+    args.report.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"report: {args.report.name}")
+    return 0 if all(check.ok for check in checks) else 1
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto", help="hip[:N], cuda[:N] or auto (default)")
+    parser.add_argument("--model", type=Path, action="append", metavar="FILE", help="a GGUF file; may be given again")
+    parser.add_argument("--quick", action="store_true", help="fewer tokens, tests and benchmarks")
+    parser.add_argument("--no-tests", action="store_true", help="leave the kernel tests out")
+    parser.add_argument("--no-bench", action="store_true", help="leave the benchmark out")
+    parser.add_argument("--report", type=Path, default=Path("gpu_report.json"), help="default %(default)s")
+    return parser.parse_args(argv)
+
+
+def local_models() -> list[Path]:
+    """The small models of the catalog that were fetched."""
+    catalog = load_catalog()
+    paths = [ROOT / "models" / catalog[name].file for name in MODELS if name in catalog]
+    return [path for path in paths if path.is_file()]
+
+
+def kernel_tests(kind: str, quick: bool) -> Check:
+    """The tests that run on a device, on this one."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--timeout", "1200"]
+    command += [str(ROOT / "tests" / "gpu" / test) for test in (TESTS[:1] if quick else TESTS)]
+    environment = {**os.environ, "APU_TEST_DEVICE": kind}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "")
+    failed = [line.split(" - ")[0].split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    if not summary:
+        counted = sum(line.count(".") for line in lines if re.fullmatch(r"[.sx]+\s+\[ *\d+%\]", line))
+        summary = f"{counted} passed" if done.returncode == 0 else "pytest did not run; ./build.sh --test installs it"
+    return Check("kernel tests", done.returncode == 0, "; ".join([summary.strip("= "), *failed[:5]]))
+
+
+def model_checks(path: Path, device: str, quick: bool) -> tuple[list[Check], dict[str, Any]]:
+    """Everything about one model."""
+    tokens, greedy = QUICK if quick else FULL
+    name = path.stem[:24]
+    options: dict[str, Any] = {"ctx": tokens + greedy + 64}
+
+    with LLM(path, device="cpu", **options) as cpu:
+        ids = cpu.tokenize(TEXT.read_text("utf-8"))[:tokens]
+        expected = cpu.logits(ids)
+        expected_tokens = generate(cpu, ids[:16], greedy)
+    with LLM(path, device=device, **options) as gpu:
+        found, again = gpu.logits(ids), gpu.logits(ids)
+        tokens_found, tokens_again = generate(gpu, ids[:16], greedy), generate(gpu, ids[:16], greedy)
+    with LLM(path, device=device, graph=False, **options) as gpu:
+        eager, eager_tokens = gpu.logits(ids), generate(gpu, ids[:16], greedy)
+    by_rows = {}
+    for rows in (1, 8):
+        with LLM(path, device=device, batch=rows, **options) as gpu:
+            by_rows[rows] = gpu.logits(ids)
+
+    kl = mean_kl(expected, found)
+    largest = float(np.abs(expected - found).max())
+    figures: dict[str, Any] = {
+        "tokens": len(ids),
+        "largest_logit_difference": largest,
+        "mean_kl": kl,
+        "rows": {rows: float(np.abs(logits - found).max()) for rows, logits in by_rows.items()},
+        "rows_kl": {rows: mean_kl(expected, logits) for rows, logits in by_rows.items()},
+    }
+    same = first_difference(expected_tokens, tokens_found)
+    figures["greedy_equal"] = same
+    detail = f"{same} of {len(expected_tokens)} tokens equal"
+    close = True
+    if same < len(expected_tokens):
+        with LLM(path, device="cpu", **options) as cpu:
+            last = cpu.logits([*ids[:16], *expected_tokens[:same]])[-1]
+        best = np.sort(last)[-2:]
+        gap = float(best[1] - best[0])
+        figures["greedy_gap"] = gap
+        close = gap < 2 * max(largest, *figures["rows"].values())
+        detail += f", then the best two are {gap:.3g} apart"
+    bound = " and ".join(f"{rows}: {difference:.3g}" for rows, difference in figures["rows"].items())
+    checks = [
+        Check(f"{name}: logits", kl < MOST_KL, f"largest difference {largest:.3g}, mean KL {kl:.2g}"),
+        Check(f"{name}: rows", max(figures["rows_kl"].values()) < MOST_KL, f"largest difference of {bound}"),
+        Check(f"{name}: greedy", close, detail),
+        Check(f"{name}: graph", equal(found, eager) and tokens_found == eager_tokens, "graphs and eager: same bits"),
+        Check(f"{name}: again", equal(found, again) and tokens_found == tokens_again, "run to run: same bits"),
+    ]
+    for check in checks[3:]:
+        if not check.ok:
+            check.detail = check.detail.replace("same bits", "DIFFERENT bits")
+    return checks, figures
+
+
+def generate(llm: LLM, prompt: Sequence[int], count: int) -> list[int]:
+    return list(llm.generate(prompt, count, temperature=0, ignore_eos=True).tokens)
+
+
+def equal(a: Logits, b: Logits) -> bool:
+    return bool(np.array_equal(a.view(np.uint32), b.view(np.uint32)))
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens agree from the start on."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def mean_kl(expected: Logits, found: Logits) -> float:
+    """Mean over positions of KL(expected || found), in nats."""
+    total = 0.0
+    for a, b in zip(expected, found, strict=True):
+        p, q = log_softmax(a), log_softmax(b)
+        total += float((np.exp(p) * (p - q)).sum())
+    return total / len(expected)
+
+
+def log_softmax(row: Logits) -> NDArray[np.float64]:
+    wide = row.astype(np.float64)
+    wide -= wide.max()
+    out: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
+    return out
+
+
+def scrub(text: str) -> str:
+    """Without folders of paths."""
+    return re.sub(r"(?<![\w.])~?(?:/[\w.@+-]+)+/", "", text)
+
+
+def make_report(props: Any, checks: Sequence[Check], figures: dict[str, Any], bench: Any) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "apu_engine": __version__,
+        "commit": commit or None,
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        "python": platform.python_version(),
+        "device": {
+            "kind": props.kind,
+            "name": props.name,
+            "arch": props.arch,
+            "integrated": props.integrated,
+            "wave_size": props.wave_size,
+            "memory_gib": round(props.memory_bytes / (1 << 30), 1),
+            "driver": props.driver_version,
+        },
+        "checks": [{**asdict(check), "detail": scrub(check.detail)} for check in checks],
+        "models": figures,
+        "bench": None if bench is None else {key: bench[key] for key in ("plain_read_gb_per_s", "figures")},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The kernel benchmark end to end on the GPU that the CPU plays, with sizes to match."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gpu_bench
+import pytest
+
+from apu_engine._native import Device
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "GIB": 1 << 16,
+        "ROTATED": 1 << 14,
+        "SHAPES": ((32, 256), (16, 512)),
+        "GEMM": (16, 32, 256),
+        "CONTEXTS": (256,),
+        "SEQUENCES": 2,
+        "HEADS": 4,
+        "KV_HEADS": 2,
+        "HEAD_SIZE": 64,
+    }.items():
+        monkeypatch.setattr(gpu_bench, name, value)
+
+
+def test_quick(
+    hip_device: Device, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_bench, "open_gpu", lambda name: hip_device)
+    path = tmp_path / "report.json"
+    assert gpu_bench.main(["--quick", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    kinds = [figure["kernel"] for figure in report["figures"]]
+    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention"]
+    assert all(
+        figure["microseconds"] > 0 and figure["rate"] > 0
+        for figure in report["figures"]
+        if figure["kernel"] != "attention"
+    )
+    printed = capsys.readouterr().out
+    assert "plain read" in printed and printed.count("\n") == 2 + len(kinds)
+
+
+def test_no_gpu_is_said_for_each_kind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("APU_HIP_LIBRARY", "/nowhere/libamdhip64.so")
+    assert gpu_bench.main([]) == 2
+    said = capsys.readouterr().err
+    assert "hip" in said and "cuda" in said
+
+
+def test_unknown_type() -> None:
+    with pytest.raises(gpu_bench.ApuError, match="type 'Q9': expected one of F16, BF16"):
+        gpu_bench.type_number("Q9")
