@@ -100,11 +100,21 @@ struct Q2_K {
 struct Q3_K {
   static constexpr u32 kElements = 256, kBytes = 110;
   static constexpr bool kAligned = false;
-  using X = StridedX;
+  // Fields either stand in their bytes, 4 too large, and sums start with what that makes; or, where registers are
+  // short, at the byte's top with the sign flipped.
+  struct X : StridedX {
+    float d_top[4];
+    i32 start[4]; // -4 times the sum of q; what a kernel does not use costs it nothing
+  };
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
-    x.load(row, item);
+    x.StridedX::load(row, item);
 #pragma unroll
-    for (u32 g = 0; g < 4; ++g) x.d[g] *= 1.0f / 32;
+    for (u32 g = 0; g < 4; ++g) {
+      const u32 power = 1u << (g < 3 ? 2 * g : 4);
+      x.start[g] = -4 * i32(power) * sum16(x.q + 4 * g);
+      x.d_top[g] = x.d[g] * (1.0f / 32);
+      x.d[g] *= 1.0f / power;
+    }
   }
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
@@ -120,19 +130,30 @@ struct Q3_K {
     float t[R];
 #pragma unroll
     for (u32 r = 0; r < R; ++r) t[r] = 0;
+    constexpr bool kStart = R < 8;
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) high[i] = ~high[i] >> shift;
+    for (u32 i = 0; i < 4; ++i) high[i] = (kStart ? high[i] : ~high[i]) >> shift;
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
-      u32 v[4]; // 32 times the value: three bits at the top, the sign flipped
+      u32 v[4];
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        const u32 low = g < 3 ? w[i] << (5 - 2 * g) : w[i] >> 1;
-        v[i] = (low & 0x60606060u) | (high[i] << (7 - g) & 0x80808080u);
+        if constexpr (kStart) {
+          const u32 low = g < 3 ? w[i] & 0x03030303u << 2 * g : w[i] >> 2 & 0x30303030u;
+          v[i] = low | (high[i] << (g < 3 ? 2 + g : 3) & 0x04040404u << (g < 3 ? 2 * g : 4));
+        } else {
+          const u32 low = g < 3 ? w[i] << (5 - 2 * g) : w[i] >> 1;
+          v[i] = (low & 0x60606060u) | (high[i] << (7 - g) & 0x80808080u);
+        }
       }
       const float sc = float(i32(byte_of(scale, g)) - 32);
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) t[r] = fma_f32(float(dot16(v, x[r].q + 4 * g)) * sc, x[r].d[g], t[r]);
+      for (u32 r = 0; r < R; ++r) {
+        i32 dot = kStart ? x[r].start[g] : 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) dot = dot4(v[i], x[r].q[4 * g + i], dot);
+        t[r] = fma_f32(float(dot) * sc, kStart ? x[r].d[g] : x[r].d_top[g], t[r]);
+      }
     }
 #pragma unroll
     for (u32 r = 0; r < R; ++r) sum[r] = fma_f32(ws, t[r], sum[r]);
