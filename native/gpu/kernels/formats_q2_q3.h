@@ -149,10 +149,15 @@ struct Q3_K {
       const float sc = float(i32(byte_of(scale, g)) - 32);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
-        i32 dot = kStart ? x[r].start[g] : 0;
+        i32 dot = 0;
+        float d = x[r].d_top[g];
+        if constexpr (kStart) {
+          dot = x[r].start[g];
+          d = x[r].d[g];
+        }
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = dot4(v[i], x[r].q[4 * g + i], dot);
-        t[r] = fma_f32(float(dot) * sc, kStart ? x[r].d[g] : x[r].d_top[g], t[r]);
+        t[r] = fma_f32(float(dot) * sc, d, t[r]);
       }
     }
 #pragma unroll
