@@ -14,8 +14,8 @@
 namespace apu::gpu {
 namespace {
 
-constexpr uint32_t kWavesOfUnit = 16; // resident ones that a launch counts on
-constexpr uint32_t kMaxSteps = 8;
+constexpr uint32_t kWavesOfUnit = 12; // resident ones that a launch counts on
+constexpr uint32_t kFewSteps = 4, kManySteps = 8, kManyRounds = 32;
 
 class ExpertMatvec final : public ProductKernels {
 public:
@@ -84,10 +84,10 @@ private:
     g.slices = (args.w[0].k + columns - 1) / columns;
     const uint32_t parts = g.slices * (args.second ? args.used : 1); // slices of all slots
     const uint64_t sets = (uint64_t(args.w[0].rows) * sides + kind.set - 1) / kind.set * units(args, rows);
-    const uint64_t wanted = uint64_t(props_.compute_units) * kWavesOfUnit;
     g.splits = 1;
-    while (g.splits < kMatvecWaves && g.splits < parts && (args.second || sets * g.splits < wanted)) g.splits *= 2;
-    g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / wanted, 1, kMaxSteps));
+    while (g.splits < kMatvecWaves && g.splits < parts) g.splits *= 2;
+    const uint64_t rounds = sets * g.splits / (uint64_t(props_.compute_units) * kWavesOfUnit);
+    g.steps = rounds >= kManyRounds ? kManySteps : uint32_t(std::clamp<uint64_t>(rounds, 1, kFewSteps));
     const auto set_rows = [&] { return kind.set * g.steps * kMatvecWaves / g.splits; };
     const auto sums = [&] { return uint32_t(sizeof(float)) * parts * set_rows(); };
     while (g.steps > 1 && sums() > kMatvecSumBytes) --g.steps;
