@@ -138,6 +138,7 @@ public:
           matvec_geometry(part.kind, props_, part.args.sides[0].w.k, part.rows, r, part.args.pair != 0);
       MatvecArgs args = part.args;
       args.in = in;
+      args.rows = rows * args.terms;
       args.slices = g.slices, args.splits = g.splits, args.steps = g.steps;
       uint64_t blocks = 0;
       for (uint32_t m = 0; m < (args.pair ? 1 : args.side_count); ++m) {

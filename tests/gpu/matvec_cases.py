@@ -163,6 +163,7 @@ def run_matvec(
         soft_cap=o.cap,
         terms=o.terms,
         output_rows=0,
+        rows=len(a.q),
         slices=slices,
         splits=o.splits,
         steps=o.steps,

@@ -70,6 +70,9 @@ template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane) {
   static_assert(sizeof(T) == 4);
   return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(i32(lane * 4), __builtin_bit_cast(i32, v)));
 }
+APU_DEVICE u32 wave_read(u32 v, u32 lane) {
+  return u32(__builtin_amdgcn_readlane(i32(v), i32(lane)));
+}
 APU_DEVICE u32 amd_lane() {
   return thread_id() % kWaveSize;
 }
@@ -193,6 +196,22 @@ APU_DEVICE void store16(void *p, u32x4 v) {
 }
 APU_DEVICE void copy16_async(void *shared, const void *global) {
   store16(shared, load16_stream(global));
+}
+typedef __attribute__((address_space(3))) u8 *SharedAddress;
+APU_DEVICE SharedAddress shared_address(void *p) {
+  return (SharedAddress)p;
+}
+APU_DEVICE u32 shared_load(SharedAddress a) {
+  return *(const __attribute__((address_space(3))) u32 *)a;
+}
+APU_DEVICE u32x4 shared_load16(SharedAddress a) {
+  return *(const __attribute__((address_space(3))) u32x4 *)a;
+}
+APU_DEVICE u32 shared_load_u8(SharedAddress a) {
+  return *a;
+}
+APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
+  *(__attribute__((address_space(3))) u32x4 *)a = load16_stream(global);
 }
 APU_DEVICE void copy_commit() {}
 template <int N> APU_DEVICE void copy_wait() {}

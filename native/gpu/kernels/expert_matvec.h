@@ -12,17 +12,15 @@ namespace apu::gpu {
 template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a) {
   const u32 unit = block_id() % a.units, block = block_id() / a.units, t = a.second ? unit : unit / a.used;
   if (t >= a.counts->rows) return;
-  const u32 set_rows = kMatvecWaves / a.splits * a.steps * Product::kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
+  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * Product::kSet,
+            block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = block * block_rows, rows = a.w[0].rows;
-  const u64 input = a.second ? u64(t) * a.used : t, of_16 = a.in.columns / 16;
-  const ActivationRow row[1] = {
-      {a.in.q + input * a.in.columns, a.in.d + input * of_16, a.in.s16 + input * of_16, a.in.x + input * a.in.k}};
+  const u32 input = a.second ? t * a.used : t;
   MatvecWork work{a.w[0], a.w[1], a.pair != 0, row_begin, rows, a.slices, a.splits, a.steps};
   work.experts = a.experts;
   work.ids = a.ids + (a.second ? t * a.used : unit);
   work.slots = a.second ? a.used : 1;
-  work.columns = a.in.columns;
-  Product::template run<1>(work, row);
+  Product::template run<1>(work, ActivationRows{a.in, input, input});
 
   const float *sums = Product::template sums<1>();
   for (u32 j = thread_id(); j < block_rows; j += kMatvecWaves * kWaveSize) {

@@ -31,15 +31,13 @@ struct ItemXS : ItemX { // and d * sum of q of both blocks, for types with a min
   }
 };
 
-// Dot product of four words of weights and activations.
-APU_DEVICE i32 dot16(const u32 *w, const u32 *q) {
-  i32 sum = 0;
+// sum + the dot product of four words of weights and activations.
+APU_DEVICE i32 dot16(const u32 *w, const u32 *q, i32 sum = 0) {
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) sum = dot4(w[i], q[i], sum);
   return sum;
 }
-APU_DEVICE i32 dot16_us(const u32 *w, const u32 *q) {
-  i32 sum = 0;
+APU_DEVICE i32 dot16_us(const u32 *w, const u32 *q, i32 sum = 0) {
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) sum = dot4_us(w[i], q[i], sum);
   return sum;
@@ -70,32 +68,45 @@ struct Q8_0 {
   }
 };
 
+// The offset of 8 is the start of the integer sums where there are registers for them, else part of the bytes.
 struct Q4_0 {
   static constexpr u32 kElements = 32, kBytes = 18;
   static constexpr bool kAligned = false;
-  using X = ItemX;
+  struct X : ItemX {
+    i32 start[4]; // -8 times the sum of a half's q, 16 times that for the second half of a block
+  };
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
     x.load(row, item);
-    x.scale(1.0f / 16, 1.0f / 16);
+    x.scale(1, 1.0f / 16);
+#pragma unroll
+    for (u32 h = 0; h < 4; ++h) {
+      i32 sum = 0;
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) sum = dot4(0x01010101u, x.q[4 * h + i], sum);
+      x.start[h] = sum * (h % 2 ? -128 : -8);
+    }
   }
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (b && !full) break;
-      u32 w[5], low[4], high[4];
+      u32 w[5], low[4], high[4]; // two bytes of no use, d, nibbles
       image.words(2 * kBytes * item + kBytes * b - 2, w);
       const float d = half_to_float(w[0] >> 16);
+      constexpr bool kStart = R <= 4;
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) { // 16 * (nibble - 8)
-        const u32 v = w[i + 1] ^ 0x88888888u;
-        low[i] = (v << 4) & 0xf0f0f0f0u;
-        high[i] = v & 0xf0f0f0f0u;
+      for (u32 i = 0; i < 4; ++i) {
+        const u32 v = kStart ? w[i + 1] : w[i + 1] ^ 0x88888888u;
+        low[i] = kStart ? v & 0x0f0f0f0fu : v << 4 & 0xf0f0f0f0u; // nibble, or 16 * (nibble - 8)
+        high[i] = v & 0xf0f0f0f0u;                                // 16 * nibble, or 16 * (nibble - 8)
       }
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         const u32 *q = x[r].q + 8 * b;
-        sum[r] = fma_f32(d, add_halves(dot16(low, q), dot16(high, q + 4), x[r].d + 2 * b), sum[r]);
+        const i32 i0 = kStart ? dot16(low, q, x[r].start[2 * b]) : dot16(low, q) >> 4;
+        const i32 i1 = kStart ? dot16_us(high, q + 4, x[r].start[2 * b + 1]) : dot16(high, q + 4);
+        sum[r] = fma_f32(d, add_halves(i0, i1, x[r].d + 2 * b), sum[r]);
       }
     }
   }

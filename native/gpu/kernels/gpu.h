@@ -50,6 +50,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // block_sync(): barrier and memory order for the block.  wave_sync(): memory order among the lanes of a wave.
 // wave_uniform(u32 v): v, which is the same in all lanes, known to be so.
 // wave_shuffle(v, lane), wave_shuffle_xor(v, mask): u32, i32 or float of another lane; all lanes take part.
+// wave_read(u32 v, lane): v of a lane that is the same for all lanes; uniform.
 // Masks are best constants; in a loop over masks, count upwards (i *= 2), which compilers unroll for certain.
 // wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
 // bit_count(u64), lowest_bit(u64): its index, of a number that has one.
@@ -68,6 +69,9 @@ APU_DEVICE u32 wave_id() { // of the block
 // load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups. Where the
 // hardware has no such thing the copy is immediate: kAsyncCopy is false.
+// SharedAddress: a place in LDS, to which offsets are added; cheaper in loops than a pointer on NVIDIA.
+// shared_address(p), all lanes take part; shared_load(a) -> u32, of a multiple of 4; shared_load16(a),
+// shared_load_u8(a), shared_copy16_async(a, global).
 // prefetch_global(p): a hint.
 //
 // hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.

@@ -36,19 +36,31 @@ struct ActivationRow {
   const float *x; // (K), of float matrices
 };
 
+// Rows of activations from `first` on; beyond `last` it is repeated.
+struct ActivationRows {
+  const Activations &in;
+  u32 first, last;
+
+  APU_METHOD ActivationRow row(u32 r, u32 slot = 0) const {
+    const u64 at = (first + r < last ? first + r : last) + slot;
+    const u64 halves = at * (in.columns / 16);
+    return {in.q + at * in.columns, in.d + halves, in.s16 + halves, in.x + at * in.k};
+  }
+};
+
 // Words of a slice of a row in LDS, at any alignment. Offsets are bytes from the slice's start, -4 or more.
 struct RowImage {
-  const u8 *bytes; // 16-byte aligned
-  u32 start;       // of the slice, 16 to 31
+  SharedAddress bytes; // 16-byte aligned
+  u32 start;           // of the slice, 16 to 31
 
   // N words. The word after them is read too.
   template <u32 N> APU_METHOD void words(u32 offset, u32 (&out)[N]) const {
     const u32 at = start + offset, bits = at % 4 * 8;
-    const u32 *p = reinterpret_cast<const u32 *>(bytes) + at / 4;
-    u32 low = p[0];
+    const SharedAddress p = bytes + (at & ~3u);
+    u32 low = shared_load(p);
 #pragma unroll
     for (u32 i = 0; i < N; ++i) {
-      const u32 high = p[i + 1];
+      const u32 high = shared_load(p + 4 * (i + 1));
       out[i] = funnel_shift_right(low, high, bits);
       low = high;
     }
@@ -57,7 +69,7 @@ struct RowImage {
   template <u32 N> APU_METHOD void aligned_words(u32 offset, u32 (&out)[N]) const {
 #pragma unroll
     for (u32 i = 0; i < N; i += 4) {
-      const u32x4 v = *reinterpret_cast<const u32x4 *>(bytes + 16 + offset + 4 * i);
+      const u32x4 v = shared_load16(bytes + (16 + offset) + 4 * i);
       out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
     }
   }
@@ -67,7 +79,7 @@ struct RowImage {
     else
       words(offset, out);
   }
-  APU_METHOD u32 byte(u32 offset) const { return bytes[start + offset]; }
+  APU_METHOD u32 byte(u32 offset) const { return shared_load_u8(bytes + (start + offset)); }
   APU_METHOD u32 half(u32 offset) const { // bits of 16; those above them are undefined
     u32 v[1];
     words(offset, v);
@@ -85,8 +97,8 @@ template <u32 N> APU_DEVICE void load_q(const ActivationRow &row, u32 column, u3
 }
 // Four floats at an index that is a multiple of 4.
 APU_DEVICE void load_4(const float *p, u32 index, float *out) {
-  const f32x4 v = *reinterpret_cast<const f32x4 *>(p + index);
-  out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+  const u32x4 v = load16(p + index);
+  out[0] = bits_to_float(v.x), out[1] = bits_to_float(v.y), out[2] = bits_to_float(v.z), out[3] = bits_to_float(v.w);
 }
 
 // Sums over the wave of V values, V a power of two. A lane gets that of value lane / (kWaveSize / V); the tree of
@@ -99,11 +111,16 @@ template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
     if (!pairs) v[0] += wave_shuffle_xor(v[0], mask);
 #pragma unroll
     for (u32 p = 0; p < pairs; ++p) {
-      const float keep = upper ? v[p + pairs] : v[p], give = upper ? v[p] : v[p + pairs];
+      const float first = v[p], second = v[p + pairs]; // values: a choice between places would be kept in memory
+      const float keep = upper ? second : first, give = upper ? first : second;
       v[p] = keep + wave_shuffle_xor(give, mask);
     }
   }
   return v[0];
+}
+
+APU_DEVICE u32 split_shift_of(u32 splits) { // log2 of 1, 2, 4 or 8; a division would take longer than a small matrix
+  return splits / 2 - splits / 8;
 }
 
 // What a block computes: rows [row_begin, row_begin + rows) of one matrix, or of two where `pair`. Sums are left in LDS
@@ -117,7 +134,8 @@ struct MatvecWork {
   u32 slices, splits, steps;
   const i32 *ids = nullptr; // (slots) experts
   u32 experts = 0, slots = 1;
-  u32 columns = 0; // of a row of activations
+
+  APU_METHOD u32 split_shift() const { return split_shift_of(splits); }
 };
 
 // A slice of all that a block computes.
@@ -132,9 +150,27 @@ struct MatvecSlice {
     // Ids are what ROUTE wrote, or anything where it has not run yet.
     return {i % work.slices, slot, u64(id < work.experts ? id : work.experts - 1) * work.w.rows};
   }
-  APU_METHOD ActivationRow row_of(const MatvecWork &work, const ActivationRow &r) const {
-    const u64 columns = u64(slot) * work.columns;
-    return {r.q + columns, r.d + columns / 16, r.s16 + columns / 16, r.x + u64(slot) * work.w.k};
+};
+
+// Addresses of the rows that a wave computes, in its lanes: row q of set `step` is in lane step * kSet + q. So they are
+// found once for all of them, whatever segments they lie in. Rows beyond the matrix have null.
+template <u32 kSet> struct WaveRows {
+  u32 low, high;
+
+  static APU_METHOD WaveRows of(const MatvecWork &work, u64 first_row, u32 group, u32 groups) {
+    const u32 set = lane_id() / kSet * groups + group, q = lane_id() % kSet;
+    const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
+    const u8 *p = nullptr;
+    if (lane_id() < work.steps * kSet && row < work.row_end) {
+      p = matrix_row(work.w, first_row + row);
+      if (work.pair && q % 2) p = matrix_row(work.w2, first_row + row);
+    }
+    const u64 address = reinterpret_cast<u64>(p);
+    return {u32(address), u32(address >> 32)};
+  }
+  APU_METHOD u32 low_at(u32 step, u32 q) const { return wave_read(low, step * kSet + q); }
+  APU_METHOD const u8 *at(u32 step, u32 q) const {
+    return reinterpret_cast<const u8 *>(u64(wave_read(high, step * kSet + q)) << 32 | low_at(step, q));
   }
 };
 
@@ -146,53 +182,33 @@ template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
 }
 
 // All threads of the block; `rows` are those of activations. Ends with a barrier.
-template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
   constexpr u32 kSet = kMatvecSet;
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
-  static_assert(kSliceBytes % 16 == 0);
+  static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
   // Without asynchronous copies the next set waits in registers while one is multiplied, where there are enough.
   constexpr bool kHold = !kAsyncCopy && R <= 2;
   constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
   const u32 wave = wave_uniform(wave_id()), lane = lane_id();
-  const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits;
+  const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift();
   const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
   const u32 row_bytes = k / Format::kElements * Format::kBytes;
   const u32 set_rows = groups * work.steps * kSet;
   u8 *images = dynamic_shared() + wave * (kStages * kSet * kImage);
+  const SharedAddress shared_images = shared_address(images);
   float *sums = matvec_sums<Format, R>();
   if constexpr (requires { Format::prepare(); }) {
     Format::prepare();
     block_sync();
   }
 
-  for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+  for (u32 i = wave & (work.splits - 1); i < work.slices * work.slots; i += work.splits) {
     const MatvecSlice part = MatvecSlice::of(work, i);
     const u32 slice = part.slice;
+    const WaveRows<kSet> matrix = WaveRows<kSet>::of(work, part.first_row, group, groups);
     const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
-    // Address of row q of a set, null beyond the matrix.
-    auto address = [&](u32 step, u32 q) -> const u8 * {
-      const u32 set = step * groups + group;
-      const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
-      if (step >= work.steps || row >= work.row_end) return nullptr;
-      const u8 *p =
-          work.pair && q % 2 ? matrix_row(work.w2, part.first_row + row) : matrix_row(work.w, part.first_row + row);
-      return p + slice * kSliceBytes;
-    };
-    auto chunks_of = [&](const u8 *p) { return (u32(reinterpret_cast<u64>(p) % 16) + bytes + 15) / 16; };
-    auto fetch_row = [&](const u8 *p, u32x4 *held, u8 *to) {
-      const u32 count = chunks_of(p);
-      const u8 *from = p - reinterpret_cast<u64>(p) % 16;
-#pragma unroll
-      for (u32 c = 0; c < kChunks; ++c) {
-        const u32 at = c * kWaveSize + lane;
-        if (at >= count) continue;
-        if constexpr (kAsyncCopy)
-          copy16_async(to + 16 * at, from + 16 * at);
-        else
-          held[c] = load16_stream(from + 16 * at);
-      }
-    };
+    auto place = [&](u32 stage, u32 q) { return (stage * kSet + q) * kImage + 16; };
     auto put_row = [&](const u32x4 *held, u8 *to) { // what was not fetched too: nobody reads it
 #pragma unroll
       for (u32 c = 0; c < kChunks; ++c) {
@@ -200,33 +216,46 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1) store16(to + 16 * at, held[c]);
       }
     };
-    auto place = [&](u32 stage, u32 q) { return images + (stage * kSet + q) * kImage + 16; };
     u32x4 held[kHold ? kSet : 1][kAsyncCopy ? 1 : kChunks];
     auto fetch = [&](u32 step, u32 stage) {
 #pragma unroll
       for (u32 q = 0; q < kSet; ++q) {
-        const u8 *p = address(step, q);
-        if (p) fetch_row(p, held[kHold ? q : 0], place(stage, q));
-        if (!kAsyncCopy && !kHold) put_row(held[0], place(stage, q));
+        u32x4 *row = held[kHold ? q : 0];
+        const u8 *p = step < work.steps ? matrix.at(step, q) : nullptr;
+        if (p) {
+          const u32 shift = u32(reinterpret_cast<u64>(p) % 16), chunks = (shift + bytes + 15) / 16;
+          const u8 *from = p + slice * kSliceBytes - shift + 16 * lane;
+          const i32 mine = i32(chunks) - i32(lane);
+#pragma unroll
+          for (u32 c = 0; c < kChunks; ++c) {
+            if (mine <= i32(c * kWaveSize)) continue;
+            if constexpr (kAsyncCopy)
+              shared_copy16_async(shared_images + (place(stage, q) + 16 * lane) + c * kWaveSize * 16,
+                                  from + c * kWaveSize * 16);
+            else
+              row[c] = load16_stream(from + c * kWaveSize * 16);
+          }
+        }
+        if (!kAsyncCopy && !kHold) put_row(row, images + place(stage, q));
       }
       copy_commit();
     };
 
 #pragma unroll
-    for (u32 stage = 0; stage < kStages; ++stage) fetch(stage, stage);
+    for (u32 step = 0; step < (kHold ? 1 : kStages); ++step) fetch(step, step);
     const u32 item = slice * kWaveSize + lane;
     const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
     typename Format::X x[R];
     if (valid) {
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) Format::load(x[r], part.row_of(work, rows[r]), item);
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), item);
     }
     u32 stage = 0;
     for (u32 step = 0; step < work.steps; ++step) {
       copy_wait<kStages - 1>();
       if constexpr (kHold) {
 #pragma unroll
-        for (u32 q = 0; q < kSet; ++q) put_row(held[q], place(0, q));
+        for (u32 q = 0; q < kSet; ++q) put_row(held[q], images + place(0, q));
         fetch(step + 1, 0);
       }
       wave_sync();
@@ -238,11 +267,11 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
           float part[R];
 #pragma unroll
           for (u32 r = 0; r < R; ++r) part[r] = 0;
-          const u32 shift = u32(reinterpret_cast<u64>(address(step, q0 + q)) % 16);
-          const RowImage image{images + (stage * kSet + q0 + q) * kImage, 16 + shift};
+          const u32 at = 16 + matrix.low_at(step, q0 + q) % 16;
+          const RowImage image{shared_images + (place(stage, q0 + q) - 16), at};
           if (valid) {
             if constexpr (Format::kAligned) {
-              if (shift == 0)
+              if (at == 16)
                 Format::template multiply<true, R>(image, lane, x, part, full);
               else
                 Format::template multiply<false, R>(image, lane, x, part, full);
@@ -292,7 +321,7 @@ APU_DEVICE void matvec_store(const MatvecArgs &a, const MatvecSide &side, bool f
 template <class Format> struct QuantizedProduct {
   static constexpr u32 kSet = kMatvecSet;
   template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
-  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     matvec_block<Format, R>(work, rows);
   }
 };
@@ -300,8 +329,7 @@ template <class Format> struct QuantizedProduct {
 // Blocks in x walk over the rows of all matrices, blocks in y over groups of R activation rows.
 template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   constexpr u32 kSet = Product::kSet;
-  const u32 count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.terms, begin = block_id_y() * R;
-  if (begin >= count) return;
+  const u32 begin = block_id_y() * R;
   MatvecSide side = a.sides[0];
   bool first = true;
 #pragma unroll
@@ -310,20 +338,15 @@ template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
     side = a.sides[m];
     first = false;
   }
-  ActivationRow rows[R];
-#pragma unroll
-  for (u32 r = 0; r < R; ++r) {
-    const u64 row = begin + r < count ? begin + r : count - 1;
-    rows[r] = {a.in.q + row * a.in.columns, a.in.d + row * (a.in.columns / 16), a.in.s16 + row * (a.in.columns / 16),
-               a.in.x + row * a.in.k};
-  }
-  const u32 set_rows = kMatvecWaves / a.splits * a.steps * kSet, block_rows = a.pair ? set_rows / 2 : set_rows;
+  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * kSet,
+            block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
   Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
-                           rows);
+                           ActivationRows{a.in, begin, a.rows - 1});
 
   const float *sums = Product::template sums<R>();
-  const u32 results = R / a.terms; // 8 rows of terms are 4 of out
+  const u32 count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.terms; // read last: nothing waits for it
+  const u32 results = R / a.terms;                                                  // 8 rows of terms are 4 of out
   for (u32 o = thread_id(); o < block_rows * R; o += kMatvecWaves * kWaveSize) {
     const u32 j = o % block_rows, t = o / block_rows, n = row_begin + j, row = begin / a.terms + t;
     if (t >= results || n >= side.w.rows || row >= count / a.terms) continue;

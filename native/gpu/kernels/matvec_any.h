@@ -63,16 +63,17 @@ template <bool Exact> struct UnpackedProduct {
     }
   }
 
-  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     const u32 wave = wave_uniform(wave_id()), lane = lane_id(), k = work.w.k;
-    const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits, set_rows = groups * work.steps * kSet;
+    const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift(),
+              set_rows = groups * work.steps * kSet;
     float *to = sums<R>();
     const u32 mine = work.steps * kSet; // rows of this wave's group
-    for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+    for (u32 i = wave & (work.splits - 1); i < work.slices * work.slots; i += work.splits) {
       const MatvecSlice part = MatvecSlice::of(work, i);
       ActivationRow x[R];
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) x[r] = part.row_of(work, rows[r]);
+      for (u32 r = 0; r < R; ++r) x[r] = rows.row(r, part.slot);
       const u32 begin = part.slice * kWaveSize * kItemColumns;
       const u32 end = begin + kWaveSize * kItemColumns < k ? begin + kWaveSize * kItemColumns : k;
       for (u32 j = 0; j < mine; ++j) {

@@ -37,6 +37,7 @@ struct MatvecArgs {
   float soft_cap;        // of side 0, 0 for none
   u32 terms;             // rows of `in` that are added to one of out: 1, or 2 in precision "fine"
   u32 output_rows;       // rows are counted by counts->outputs
+  u32 rows;              // of `in` that may be read, at least those that count
   u32 slices;            // of a row
   u32 splits;            // waves that share a row, a divisor of kMatvecWaves
   u32 steps;             // row sets that a wave computes, one after the other

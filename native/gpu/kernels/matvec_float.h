@@ -58,25 +58,26 @@ template <class Weights> struct FloatProduct {
     }
   }
 
-  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRow (&rows)[R]) {
+  template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     const u32 wave = wave_uniform(wave_id()), lane = lane_id(), k = work.w.k;
-    const u32 groups = kMatvecWaves / work.splits, group = wave / work.splits, set_rows = groups * work.steps * kSet;
+    const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift(),
+              set_rows = groups * work.steps * kSet;
     float *to = sums<R>();
     for (u32 step = 0; step < work.steps; ++step) {
       const u32 set = step * groups + group;
-      for (u32 i = wave % work.splits; i < work.slices * work.slots; i += work.splits) {
+      for (u32 i = wave & (work.splits - 1); i < work.slices * work.slots; i += work.splits) {
         const MatvecSlice part = MatvecSlice::of(work, i);
+        const WaveRows<kSet> matrix = WaveRows<kSet>::of(work, part.first_row, group, groups);
+        if (!matrix.at(step, 0)) continue;
         ActivationRow x[R];
 #pragma unroll
-        for (u32 r = 0; r < R; ++r) x[r] = part.row_of(work, rows[r]);
+        for (u32 r = 0; r < R; ++r) x[r] = rows.row(r, part.slot);
         const u8 *w[kSet];
         bool aligned = k % 8 == 0 && reinterpret_cast<u64>(x[0].x) % 16 == 0;
 #pragma unroll
-        for (u32 q = 0; q < kSet; ++q) { // rows beyond the matrix: the last one again, of no use
-          u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
-          if (row >= work.row_end) row = work.row_end - 1;
-          w[q] =
-              work.pair && q % 2 ? matrix_row(work.w2, part.first_row + row) : matrix_row(work.w, part.first_row + row);
+        for (u32 q = 0; q < kSet; ++q) {
+          w[q] = matrix.at(step, q);
+          if (!w[q]) w[q] = w[0]; // beyond the matrix: of no use
           aligned = aligned && reinterpret_cast<u64>(w[q]) % 16 == 0;
         }
         float sum[kSet * R];

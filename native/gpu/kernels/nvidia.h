@@ -71,6 +71,9 @@ APU_DEVICE u32 float_to_bits(float x) {
 template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane) {
   return __shfl_sync(0xffffffffu, v, int(lane));
 }
+APU_DEVICE u32 wave_read(u32 v, u32 lane) {
+  return wave_shuffle(v, lane);
+}
 template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask) {
   return __shfl_xor_sync(0xffffffffu, v, int(mask));
 }
@@ -198,6 +201,33 @@ APU_DEVICE void store16(void *p, u32x4 v) {
 APU_DEVICE void copy16_async(void *shared, const void *global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(shared))), "l"(global)
                : "memory");
+}
+typedef u32 SharedAddress;
+// ptxas computes the address of a shared variable anew, with a slow special register, wherever it is used; what a
+// shuffle returned it must keep.
+APU_DEVICE SharedAddress shared_address(void *p) {
+  return wave_shuffle(u32(__cvta_generic_to_shared(p)), 0);
+}
+APU_DEVICE u32 shared_load(SharedAddress a) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+APU_DEVICE u32x4 shared_load16(SharedAddress a) {
+  u32x4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(a)
+               : "memory");
+  return v;
+}
+APU_DEVICE u32 shared_load_u8(SharedAddress a) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+  return v;
+}
+APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a), "l"(global) : "memory");
 }
 APU_DEVICE void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -88,6 +88,9 @@ template <typename T> APU_DEVICE T wave_shuffle(T v, u32 lane, u32 line = __buil
   static_assert(sizeof(T) == 4);
   return shim::exchange("wave_shuffle", line, v)[lane];
 }
+APU_DEVICE u32 wave_read(u32 v, u32 lane, u32 line = __builtin_LINE()) {
+  return wave_shuffle(v, lane, line);
+}
 template <typename T> APU_DEVICE T wave_shuffle_xor(T v, u32 mask, u32 line = __builtin_LINE()) {
   static_assert(sizeof(T) == 4);
   return shim::exchange("wave_shuffle_xor", line, v)[thread_id() ^ mask];
@@ -216,6 +219,22 @@ APU_DEVICE void copy16_async(void *shared, const void *global) {
     std::memcpy(shared, global, 16);
   else
     fiber.copies.push_back({shared, global, fiber.groups});
+}
+typedef u8 *SharedAddress;
+APU_DEVICE SharedAddress shared_address(void *p) {
+  return static_cast<u8 *>(p);
+}
+APU_DEVICE u32 shared_load(SharedAddress a) {
+  return *reinterpret_cast<const u32 *>(a); // alignment is checked
+}
+APU_DEVICE u32x4 shared_load16(SharedAddress a) {
+  return *reinterpret_cast<const u32x4 *>(a);
+}
+APU_DEVICE u32 shared_load_u8(SharedAddress a) {
+  return *a;
+}
+APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
+  copy16_async(a, global);
 }
 APU_DEVICE void copy_commit() {
   ++shim::run->fibers[thread_id()].groups;
