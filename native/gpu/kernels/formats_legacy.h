@@ -46,32 +46,51 @@ APU_DEVICE float add_halves(i32 i0, i32 i1, const float *d) {
   return fma_f32(float(i1), d[1], float(i0) * d[0]);
 }
 
-struct Q8_0 {
-  static constexpr u32 kElements = 32, kBytes = 34;
-  static constexpr bool kAligned = false;
+// Reads blocks of a header of two (d) or four bytes (d and m), then N words.
+template <u32 Bytes, u32 Header> struct LegacyBlock {
+  static constexpr u32 kElements = 32, kBytes = Bytes, kWords = (Bytes - Header) / 4;
+  static constexpr bool kAligned = true;
+  static_assert(Header == 4 ? Bytes % 4 == 0 : Bytes % 4 == 2);
+
+  // Block b of an item; d, and m where there is one, are the low and the high half of `header`.
+  template <bool Aligned>
+  static APU_METHOD void read(const RowImage &image, u32 item, u32 b, u32 &header, u32 (&data)[kWords]) {
+    u32 w[kWords + 1];
+    const u32 at = 2 * Bytes * item + Bytes * b;
+    if constexpr (!Aligned) {
+      image.words(Header == 2 ? at - 2 : at, w);
+    } else {
+      image.plain_words(Header == 2 && b ? at - 2 : at, w);
+    }
+    header = Header == 2 && (b || !Aligned) ? w[0] >> 16 : w[0];
+#pragma unroll
+    for (u32 i = 0; i < kWords; ++i)
+      data[i] = Aligned && Header == 2 && !b ? funnel_shift_right(w[i], w[i + 1], 16) : w[i + 1];
+  }
+};
+
+struct Q8_0 : LegacyBlock<34, 2> {
   using X = ItemX;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
-      u32 w[9]; // two bytes of no use, d, q
-      image.words(2 * kBytes * item + kBytes * b - 2, w);
-      const float d = half_to_float(w[0] >> 16);
+      if (!Aligned && b && !full) break;
+      u32 header, w[8];
+      read<Aligned>(image, item, b, header, w);
+      const float d = half_to_float(header & 0xffffu);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         const u32 *q = x[r].q + 8 * b;
-        sum[r] = fma_f32(d, add_halves(dot16(w + 1, q), dot16(w + 5, q + 4), x[r].d + 2 * b), sum[r]);
+        sum[r] = fma_f32(d, add_halves(dot16(w, q), dot16(w + 4, q + 4), x[r].d + 2 * b), sum[r]);
       }
     }
   }
 };
 
 // The offset of 8 is the start of the integer sums where there are registers for them, else part of the bytes.
-struct Q4_0 {
-  static constexpr u32 kElements = 32, kBytes = 18;
-  static constexpr bool kAligned = false;
+struct Q4_0 : LegacyBlock<18, 2> {
   struct X : ItemX {
     i32 start[4]; // -8 times the sum of a half's q, 16 times that for the second half of a block
   };
@@ -90,14 +109,14 @@ struct Q4_0 {
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
-      u32 w[5], low[4], high[4]; // two bytes of no use, d, nibbles
-      image.words(2 * kBytes * item + kBytes * b - 2, w);
-      const float d = half_to_float(w[0] >> 16);
+      if (!Aligned && b && !full) break;
+      u32 header, w[4], low[4], high[4];
+      read<Aligned>(image, item, b, header, w);
+      const float d = half_to_float(header & 0xffffu);
       constexpr bool kStart = R <= 4;
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        const u32 v = kStart ? w[i + 1] : w[i + 1] ^ 0x88888888u;
+        const u32 v = kStart ? w[i] : w[i] ^ 0x88888888u;
         low[i] = kStart ? v & 0x0f0f0f0fu : v << 4 & 0xf0f0f0f0u; // nibble, or 16 * (nibble - 8)
         high[i] = v & 0xf0f0f0f0u;                                // 16 * nibble, or 16 * (nibble - 8)
       }
@@ -112,9 +131,7 @@ struct Q4_0 {
   }
 };
 
-struct Q4_1 {
-  static constexpr u32 kElements = 32, kBytes = 20;
-  static constexpr bool kAligned = false;
+struct Q4_1 : LegacyBlock<20, 4> {
   using X = ItemXS;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
     x.load(row, item);
@@ -124,14 +141,14 @@ struct Q4_1 {
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
-      u32 w[5], low[4], high[4];
-      image.words(2 * kBytes * item + kBytes * b, w);
-      const float d = half_to_float(w[0] & 0xffffu), m = half_to_float(w[0] >> 16);
+      if (!Aligned && b && !full) break;
+      u32 header, low[4], high[4];
+      read<Aligned>(image, item, b, header, low);
+      const float d = half_to_float(header & 0xffffu), m = half_to_float(header >> 16);
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        low[i] = w[i + 1] & 0x0f0f0f0fu;
-        high[i] = w[i + 1] & 0xf0f0f0f0u; // 16 * nibble
+        high[i] = low[i] & 0xf0f0f0f0u; // 16 * nibble
+        low[i] &= 0x0f0f0f0fu;
       }
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
@@ -149,9 +166,7 @@ template <u32 To> APU_DEVICE void spread_16(u32 bits, u32 (&out)[4]) {
   for (u32 i = 0; i < 4; ++i) out[i] = ((bits >> (4 * i) & 15) * 0x00204081u & 0x01010101u) << To;
 }
 
-struct Q5_0 {
-  static constexpr u32 kElements = 32, kBytes = 22;
-  static constexpr bool kAligned = false;
+struct Q5_0 : LegacyBlock<22, 2> {
   using X = ItemX;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
     x.load(row, item);
@@ -161,16 +176,16 @@ struct Q5_0 {
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
-      u32 w[6], low[4], high[4]; // two bytes of no use, d, fifth bits, nibbles
-      image.words(2 * kBytes * item + kBytes * b - 2, w);
-      const float d = half_to_float(w[0] >> 16);
-      spread_16<7>(~w[1], low);
-      spread_16<7>(~w[1] >> 16, high);
+      if (!Aligned && b && !full) break;
+      u32 header, w[5], low[4], high[4]; // w: fifth bits, nibbles
+      read<Aligned>(image, item, b, header, w);
+      const float d = half_to_float(header & 0xffffu);
+      spread_16<7>(~w[0], low);
+      spread_16<7>(~w[0] >> 16, high);
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) { // 8 * (value - 16)
-        low[i] |= (w[i + 2] << 3) & 0x78787878u;
-        high[i] |= (w[i + 2] >> 1) & 0x78787878u;
+        low[i] |= w[i + 1] << 3 & 0x78787878u;
+        high[i] |= w[i + 1] >> 1 & 0x78787878u;
       }
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
@@ -181,25 +196,23 @@ struct Q5_0 {
   }
 };
 
-struct Q5_1 {
-  static constexpr u32 kElements = 32, kBytes = 24;
-  static constexpr bool kAligned = false;
+struct Q5_1 : LegacyBlock<24, 4> {
   using X = ItemXS;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
-      u32 w[6], low[4], high[4];
-      image.words(2 * kBytes * item + kBytes * b, w);
-      const float d = half_to_float(w[0] & 0xffffu), m = half_to_float(w[0] >> 16);
-      spread_16<4>(w[1], low);
-      spread_16<4>(w[1] >> 16, high);
+      if (!Aligned && b && !full) break;
+      u32 header, w[5], low[4], high[4];
+      read<Aligned>(image, item, b, header, w);
+      const float d = half_to_float(header & 0xffffu), m = half_to_float(header >> 16);
+      spread_16<4>(w[0], low);
+      spread_16<4>(w[0] >> 16, high);
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
-        low[i] |= w[i + 2] & 0x0f0f0f0fu;
-        high[i] |= (w[i + 2] >> 4) & 0x0f0f0f0fu;
+        low[i] |= w[i + 1] & 0x0f0f0f0fu;
+        high[i] |= w[i + 1] >> 4 & 0x0f0f0f0fu;
       }
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {

@@ -8,7 +8,7 @@
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
-//   kAligned                multiply<true> exists: it may assume 16-byte aligned rows
+//   kAligned                multiply<true> exists: it may assume 16-byte aligned rows whose items are all full
 //   X                       what a lane keeps of a row's 64 columns
 //   load(x, row, item)      fills it; `item` counts items from the row's first column, so columns are 64 * item + ...
 //                           or for blocks of 256 any 64 of the block's columns, by item % 4
@@ -64,6 +64,11 @@ struct RowImage {
       out[i] = funnel_shift_right(low, high, bits);
       low = high;
     }
+  }
+  // N words at an offset of an aligned row that is a multiple of 4.
+  template <u32 N> APU_METHOD void plain_words(u32 offset, u32 (&out)[N]) const {
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) out[i] = shared_load(bytes + (16 + offset) + 4 * i);
   }
   // N words, a multiple of 4, at an aligned offset of an aligned row.
   template <u32 N> APU_METHOD void aligned_words(u32 offset, u32 (&out)[N]) const {
@@ -152,25 +157,51 @@ struct MatvecSlice {
   }
 };
 
-// Addresses of the rows that a wave computes, in its lanes: row q of set `step` is in lane step * kSet + q. So they are
-// found once for all of them, whatever segments they lie in. Rows beyond the matrix have null.
+// Addresses of the rows that a wave computes, row q of set `step`; null beyond the matrix. Of a matrix in one segment
+// they are products, else they are found once and kept in the lanes, that of lane step * kSet + q.
 template <u32 kSet> struct WaveRows {
+  const u8 *first[kSet];
+  u32 stride;              // of a step, bytes
+  u32 row, step_rows, end; // row 0 of set 0, rows of a step, of the matrix
+  bool pair, products;
   u32 low, high;
 
   static APU_METHOD WaveRows of(const MatvecWork &work, u64 first_row, u32 group, u32 groups) {
-    const u32 set = lane_id() / kSet * groups + group, q = lane_id() % kSet;
-    const u32 row = work.row_begin + (work.pair ? set * (kSet / 2) + q / 2 : set * kSet + q);
-    const u8 *p = nullptr;
-    if (lane_id() < work.steps * kSet && row < work.row_end) {
-      p = matrix_row(work.w, first_row + row);
-      if (work.pair && q % 2) p = matrix_row(work.w2, first_row + row);
+    WaveRows a;
+    const u32 rows = work.pair ? kSet / 2 : kSet;
+    a.row = work.row_begin + group * rows;
+    a.step_rows = groups * rows;
+    a.end = work.row_end;
+    a.pair = work.pair;
+    a.products = work.w.segment_count <= 1 && (!work.pair || work.w2.segment_count <= 1);
+    a.stride = a.step_rows * u32(work.w.row_stride);
+    if (work.pair && work.w2.row_stride != work.w.row_stride) a.products = false;
+#pragma unroll
+    for (u32 q = 0; q < kSet; ++q) {
+      const u8 *data = work.pair && q % 2 ? work.w2.data : work.w.data;
+      a.first[q] = data + (first_row + a.row_of(0, q)) * u32(work.w.row_stride);
     }
-    const u64 address = reinterpret_cast<u64>(p);
-    return {u32(address), u32(address >> 32)};
+    a.low = a.high = 0;
+    if (!a.products) {
+      const u32 step = lane_id() / kSet, q = lane_id() % kSet, row = a.row_of(step, q);
+      if (step < work.steps && row < work.row_end) {
+        const u8 *p = matrix_row(work.w, first_row + row);
+        if (work.pair && q % 2) p = matrix_row(work.w2, first_row + row);
+        a.low = u32(reinterpret_cast<u64>(p));
+        a.high = u32(reinterpret_cast<u64>(p) >> 32);
+      }
+    }
+    return a;
   }
-  APU_METHOD u32 low_at(u32 step, u32 q) const { return wave_read(low, step * kSet + q); }
+  APU_METHOD u32 row_of(u32 step, u32 q) const { return row + step * step_rows + (pair ? q / 2 : q); }
+  APU_METHOD u32 low_at(u32 step, u32 q) const {
+    return products ? u32(reinterpret_cast<u64>(first[q])) + step * stride : wave_read(low, step * kSet + q);
+  }
   APU_METHOD const u8 *at(u32 step, u32 q) const {
-    return reinterpret_cast<const u8 *>(u64(wave_read(high, step * kSet + q)) << 32 | low_at(step, q));
+    if (row_of(step, q) >= end) return nullptr;
+    if (products) return first[q] + u64(step) * stride;
+    const u32 lane = step * kSet + q;
+    return reinterpret_cast<const u8 *>(u64(wave_read(high, lane)) << 32 | wave_read(low, lane));
   }
 };
 
@@ -223,12 +254,13 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         u32x4 *row = held[kHold ? q : 0];
         const u8 *p = step < work.steps ? matrix.at(step, q) : nullptr;
         if (p) {
-          const u32 shift = u32(reinterpret_cast<u64>(p) % 16), chunks = (shift + bytes + 15) / 16;
-          const u8 *from = p + slice * kSliceBytes - shift + 16 * lane;
-          const i32 mine = i32(chunks) - i32(lane);
+          const u32 shift = u32(reinterpret_cast<u64>(p)) % 16;
+          const u8 *from =
+              reinterpret_cast<const u8 *>(reinterpret_cast<u64>(p) & ~u64(15)) + slice * kSliceBytes + 16 * lane;
+          const i32 mine = i32(shift + bytes) - i32(16 * lane); // bytes from this lane's first on
 #pragma unroll
           for (u32 c = 0; c < kChunks; ++c) {
-            if (mine <= i32(c * kWaveSize)) continue;
+            if (mine <= i32(16 * c * kWaveSize)) continue;
             if constexpr (kAsyncCopy)
               shared_copy16_async(shared_images + (place(stage, q) + 16 * lane) + c * kWaveSize * 16,
                                   from + c * kWaveSize * 16);
@@ -244,6 +276,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
 #pragma unroll
     for (u32 step = 0; step < (kHold ? 1 : kStages); ++step) fetch(step, step);
     const u32 item = slice * kWaveSize + lane;
+    const bool whole = k % kItemColumns == 0; // items
     const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
     typename Format::X x[R];
     if (valid) {
@@ -259,6 +292,9 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         fetch(step + 1, 0);
       }
       wave_sync();
+      u32 starts[kSet]; // of the slices in their images
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) starts[q] = 16 + matrix.low_at(step, q) % 16;
 #pragma unroll kSumTogether == kSet ? kSet : 1
       for (u32 q0 = 0; q0 < kSet; q0 += kSumTogether) {
         float sum[kSumTogether * R];
@@ -267,11 +303,13 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
           float part[R];
 #pragma unroll
           for (u32 r = 0; r < R; ++r) part[r] = 0;
-          const u32 at = 16 + matrix.low_at(step, q0 + q) % 16;
+          u32 at = starts[q];
+#pragma unroll
+          for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? starts[other] : at;
           const RowImage image{shared_images + (place(stage, q0 + q) - 16), at};
           if (valid) {
             if constexpr (Format::kAligned) {
-              if (at == 16)
+              if (at == 16 && whole)
                 Format::template multiply<true, R>(image, lane, x, part, full);
               else
                 Format::template multiply<false, R>(image, lane, x, part, full);

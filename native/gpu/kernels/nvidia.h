@@ -48,8 +48,8 @@ APU_DEVICE u32 block_id_z() {
 APU_DEVICE u32 grid_size() {
   return gridDim.x;
 }
-APU_DEVICE u32 wave_uniform(u32 v) {
-  return v;
+APU_DEVICE u32 wave_uniform(u32 v) { // for ptxas too, which then computes with it in uniform registers
+  return u32(__shfl_sync(0xffffffffu, v, 0));
 }
 APU_DEVICE void block_sync() {
   __syncthreads();
