@@ -85,40 +85,47 @@ class Code:
         return [op for b in self._way(loop, header) for op in self.blocks[b].operations]
 
     def _way(self, loop: set[int], header: int) -> list[int]:
-        order: list[int] = []
-        seen: set[int] = set()
-        edges: dict[int, list[int]] = {}
-        on_stack: set[int] = set()
+        return self._best_way(loop, header, idle=False) or self._best_way(loop, header, idle=True)
 
-        def visit(at: int) -> None:
-            seen.add(at)
-            on_stack.add(at)
+    def _best_way(self, loop: set[int], header: int, idle: bool) -> list[int]:
+        """Blocks from the header back to it; `idle`: also by branches that are taken when no lane is active."""
+
+        def after(at: int) -> list[int]:
             block = self.blocks[at]
-            inside = [to for to in block.next if to in loop]
-            busy = [to for to in inside if to not in block.idle] or inside
-            edges[at] = []
-            for to in busy:
-                if to == header or to in on_stack:
-                    continue  # the next iteration, of this loop or of one inside
+            return [to for to in block.next if to in loop and (idle or to not in block.idle)]
+
+        best: dict[
+            int, tuple[int, int, int]
+        ] = {}  # less the dots, VALU operations, next block; of blocks that get there
+        edges: dict[int, list[int]] = {header: []}
+        stack = [(header, iter(after(header)))]
+        on_stack = {header}
+        while stack:  # depth first; edges back to a block on the stack begin another iteration, here or inside
+            at, rest = stack[-1]
+            for to in rest:
+                if to in on_stack:
+                    continue
                 edges[at].append(to)
-                if to not in seen:
-                    visit(to)
-            on_stack.discard(at)
-            order.append(at)
-
-        visit(header)
-        best: dict[int, tuple[int, int, list[int]]] = {}
-        for at in order:  # successors first
-            ways = [best[to] for to in edges[at] if to in best]
-            ends = header in self.blocks[at].next
-            if not ways and not ends:
-                continue  # leaves the loop
-            after = min(ways, key=lambda w: w[:2], default=(0, 0, []))
-            if ends and after[:2] > (0, 0):
-                after = (0, 0, [])
-            block = self.blocks[at]
-            best[at] = (after[0] - block.count(*DOTS), after[1] + block.count("v_"), [at, *after[2]])
-        return best[header][2]
+                if to not in edges:
+                    edges[to] = []
+                    on_stack.add(to)
+                    stack.append((to, iter(after(to))))
+                    break
+            else:
+                stack.pop()
+                on_stack.discard(at)
+                ways = [(best[to][0], best[to][1], to) for to in edges[at] if to in best]
+                if header in after(at):
+                    ways.append((0, 0, -1))
+                if ways:
+                    dots, valu, to = min(ways)
+                    block = self.blocks[at]
+                    best[at] = (dots - block.count(*DOTS), valu + block.count("v_"), to)
+        way, at = [], header
+        while at in best:
+            way.append(at)
+            at = best[at][2]
+        return way
 
 
 def parse_assembly(text: str) -> dict[str, Code]:
