@@ -44,7 +44,7 @@ class Shape:
 
 
 SMALL, LARGE, DIRECT, ANY = (
-    Shape(32, 64, 64, 32),
+    Shape(64, 64, 64, 16),
     Shape(256, 128, 64, 32),
     Shape(128, 128, 32, 16),
     Shape(64, 64, 64, 16),

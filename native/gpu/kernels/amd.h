@@ -236,6 +236,10 @@ APU_DEVICE u32 floats_to_halves(float low, float high) {
   typedef float float2_t __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, __builtin_convertvector((float2_t{low, high}), half2_t));
 }
+APU_DEVICE u32 max_u16_pairs(u32 a, u32 b) {
+  typedef u16 u16x2 __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(u32, __builtin_elementwise_max(__builtin_bit_cast(u16x2, a), __builtin_bit_cast(u16x2, b)));
+}
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return __builtin_bit_cast(u32, __builtin_bit_cast(half2_t, a) * __builtin_bit_cast(half2_t, b));
 }

@@ -153,17 +153,17 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   // The file's bytes of chunk c of every row; chunks of a second pass are those of the first.
   APU_METHOD void copy_chunk(u32 c, u32 chunk_end) {
     if (c >= chunk_end) return;
-    const u32 row_bytes = Weights::row_bytes(g.k), of_pass = g.columns / chunk_columns;
-    const u32 offset = (c < of_pass ? c : c - of_pass) * chunk_bytes;
+    const u32 of_pass = g.columns / chunk_columns, offset = (c < of_pass ? c : c - of_pass) * chunk_bytes;
+    const u32 rest = Weights::row_bytes(g.k) - offset;
     u8 *const to = chunks + c % chunk_stages * (Columns * chunk_stride);
 #pragma unroll
     for (u32 i = 0; i < (Columns * chunk_pieces + threads - 1) / threads; ++i) {
       const u32 at = thread_id() + i * threads, row = at / chunk_pieces, piece = at % chunk_pieces;
       if (Columns * chunk_pieces % threads && at >= Columns * chunk_pieces) continue;
       const u64 first = addresses[row] + offset;
-      const u32 low = u32(first) % 16;
-      if (offset + piece * 16 < row_bytes + low)
-        copy16_async(to + row * chunk_stride + piece * 16, global_pointer<const u8>(first - low + piece * 16));
+      const u32 low = u32(first) % 16, last = (rest + low - 1) / 16; // pieces beyond the row repeat its last one
+      copy16_async(to + row * chunk_stride + piece * 16,
+                   global_pointer<const u8>(first - low + (piece < last ? piece : last) * 16));
     }
   }
 

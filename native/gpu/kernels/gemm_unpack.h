@@ -39,12 +39,58 @@ template <class B> struct ByteOffset {
     }
   }
 };
+// The scale of a block lies in the two bytes before its integers: they are read as one.
 template <> struct ByteOffset<q::Q4_0> {
   static constexpr u32 value = 8;
   APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
-    unpacking::bit_fields<15>(p + 2, 4 * h, half.q);
-    half.ws = load_half(p);
+    u32 w[5];
+    load_unaligned<5>(p - 2, w);
+    half.ws = half_to_float(w[0] >> 16);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) half.q[i] = w[1 + i] >> 4 * h & 0x0f0f0f0fu;
     half.sc = 1;
+  }
+};
+template <> struct ByteOffset<q::Q8_0> {
+  static constexpr u32 value = 128;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    u32 w;
+    load_unaligned<1>(p - 2, &w);
+    load_unaligned<4>(p + 2 + 16 * h, half.q);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) half.q[i] ^= 0x80808080u;
+    half.ws = half_to_float(w >> 16);
+    half.sc = 1;
+  }
+};
+// Scale and minimum of 32 elements from the 16 bytes that Q4_K and Q5_K begin with.
+APU_DEVICE void scale_min_words(const u8 *p, u32 b, Half &half) {
+  u32 w[4];
+  load_unaligned<4>(p, w);
+  const u32 shift = 8 * (b % 4);
+  const u32 low_scale = w[1] >> shift, low_min = w[2] >> shift, last = w[3] >> shift;
+  const u32 scale = b < 4 ? low_scale & 63 : (last & 15) | (low_scale >> 2 & 48);
+  const u32 minimum = b < 4 ? low_min & 63 : (last >> 4 & 15) | (low_min >> 2 & 48);
+  half.ws = half_to_float(w[0] & 0xffffu) * float(scale);
+  half.wm = -(half_to_float(w[0] >> 16) * float(minimum));
+  half.sc = half.m = 1;
+}
+template <> struct ByteOffset<q::Q4_K> {
+  static constexpr u32 value = 0;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    unpacking::bit_fields<15>(p + 16 + 32 * (h / 4) + 16 * (h % 2), 2 * (h & 2), half.q);
+    scale_min_words(p, h / 2, half);
+  }
+};
+template <> struct ByteOffset<q::Q5_K> {
+  static constexpr u32 value = 0;
+  APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
+    u32 high[4];
+    unpacking::bit_fields<1>(p + 16 + 16 * (h % 2), h / 2, high);
+    unpacking::bit_fields<15>(p + 48 + 32 * (h / 4) + 16 * (h % 2), 2 * (h & 2), half.q);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) half.q[i] |= high[i] << 4;
+    scale_min_words(p, h / 2, half);
   }
 };
 template <> struct ByteOffset<q::Q6_K> {
@@ -104,10 +150,14 @@ template <class Row> struct FloatWeights {
 #pragma unroll
       for (u32 i = 0; i < 8; ++i) out[i] = words[i];
     } else {
-      float v[16];
+      u32 most = 0; // magnitudes, two in a word
 #pragma unroll
-      for (u32 i = 0; i < 16; ++i) v[i] = bits_to_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-      halves_of_floats(v, power, out, bound);
+      for (u32 i = 0; i < 8; ++i) {
+        const float low = bits_to_float(words[i] << 16), high = bits_to_float(words[i] & 0xffff0000u);
+        out[i] = floats_to_halves(low * power, high * power);
+        most = max_u16_pairs(most, words[i] & 0x7fff7fffu);
+      }
+      bound = max_f32(bound, bits_to_float((most << 16 > most ? most << 16 : most) & 0x7fff0000u) * power);
     }
   }
 };

@@ -80,6 +80,7 @@ APU_DEVICE u32 wave_id() { // of the block
 //
 // half_to_float(bits), float_to_half(x) -> bits, bfloat16_to_float(bits), float_to_bfloat16(x) -> bits; nearest even.
 // floats_to_halves(low, high), half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
+// max_u16_pairs(a, b): of the two 16-bit integers in each.
 // bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float: fma_f32 ...
 // exp2_f32(x): 2^x, within 2 ulp; results below 2^-126 may be 0.
 // round_even_f32(x): to the nearest integer, ties to even. Nothing is contracted: a * b + c rounds twice.

@@ -260,6 +260,9 @@ APU_DEVICE u32 nvidia_bits(__half2 v) {
 APU_DEVICE u32 floats_to_halves(float low, float high) {
   return nvidia_bits(__floats2half2_rn(low, high));
 }
+APU_DEVICE u32 max_u16_pairs(u32 a, u32 b) {
+  return __vmaxu2(a, b);
+}
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return nvidia_bits(__hmul2(nvidia_half2(a), nvidia_half2(b)));
 }

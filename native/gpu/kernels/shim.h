@@ -290,6 +290,10 @@ template <typename F> APU_DEVICE u32 shim_half2(F f) {
 APU_DEVICE u32 floats_to_halves(float low, float high) {
   return float_to_half(low) | u32(float_to_half(high)) << 16;
 }
+APU_DEVICE u32 max_u16_pairs(u32 a, u32 b) {
+  const u32 low = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
+  return low | (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16;
+}
 APU_DEVICE u32 half2_mul(u32 a, u32 b) {
   return shim_half2([=](u32 s) { return double(half_to_float(a >> s & 0xffff)) * half_to_float(b >> s & 0xffff); });
 }
