@@ -181,7 +181,7 @@ public:
     const GemmShape &shape = large ? g.large.shape : g.small.shape;
     const uint32_t units = std::max(builder_units_, 1u);
     const uint32_t blocks = column_tiles(args, shape) * (large ? ceil_div(kTypicalRows, shape.rows) : 1);
-    const uint32_t wanted = large ? units / blocks : ceil_div(2 * units, blocks);
+    const uint32_t wanted = (large ? 1 : 2) * units / blocks;
     return std::clamp(wanted, 1u, std::max(k_ / kSplitColumns, 1u));
   }
   void reserve_splits(const Group &g, uint64_t rows) {
