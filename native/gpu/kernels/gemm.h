@@ -202,6 +202,8 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     }
     w.to = b_tiles + (stage * Columns + row) * stride + part * Unit;
     w.at = (at - chunk * (chunk_columns / Unit)) * (Unit / 16);
+    // What each of many types makes of a place stays inside the loop: there are fewer registers than types.
+    if constexpr (!Weights::can_stage) hide(w.at);
     w.type = g.sides[g.pair ? row / 16 % 2 : side].w.type;
     w.k = g.k - chunk * chunk_columns;
     w.power = wanted > last ? 0 : power;
