@@ -35,6 +35,7 @@ from apu_engine.weights.ggml_types import GGML_TYPES
 from apu_engine.weights.model_file import TensorRef
 
 GIB = 1 << 30
+ALIGN = 256
 ROTATED = int(1.1 * GIB)  # bytes that a timed graph reads, at least
 TYPES = (
     "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "MXFP4", "IQ4_NL",
@@ -50,7 +51,11 @@ QUICK_TYPES = ("Q8_0", "Q4_0", "Q4_K")
 
 @dataclass
 class Figure:
-    """One measurement; `share` is of the plain read (matvec, attention) or of torch's product (gemm)."""
+    """One measurement.
+
+    `share` is of a plain read of as many bytes that is launched and timed the same way, or of torch's product (gemm);
+    `peak` of one plain read of some GiB.
+    """
 
     kernel: str
     type: str
@@ -59,6 +64,7 @@ class Figure:
     rate: float
     unit: str
     share: float | None = None
+    peak: float | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,11 +123,11 @@ def measure(device: Device, quick: bool = False, types: Sequence[str] | None = N
 def print_report(report: Any) -> None:
     device = report["device"]
     print(f"{device['kind']} {device['name']} ({device['arch']}); plain read {report['plain_read_gb_per_s']:.0f} GB/s")
-    print(f"{'kernel':10}{'type':9}{'shape':>18}{'us':>10}{'rate':>17}{'share':>7}")
+    print(f"{'kernel':10}{'type':9}{'shape':>18}{'us':>10}{'rate':>17}{'share':>7}{'peak':>7}")
     for f in report["figures"]:
-        share = "" if f["share"] is None else f"{f['share']:.2f}"
+        share, peak = ("" if f[part] is None else f"{f[part]:.2f}" for part in ("share", "peak"))
         rate = f"{f['rate']:.0f} {f['unit']}"
-        print(f"{f['kernel']:10}{f['type']:9}{f['shape']:>18}{f['microseconds']:10.1f}{rate:>17}{share:>7}")
+        print(f"{f['kernel']:10}{f['type']:9}{f['shape']:>18}{f['microseconds']:10.1f}{rate:>17}{share:>7}{peak:>7}")
 
 
 def plain_read(device: Device, gib: int) -> float:
@@ -131,6 +137,19 @@ def plain_read(device: Device, gib: int) -> float:
         return device.read_rate(region.address, gib * GIB, 5)
     finally:
         region.free()
+
+
+def same_read(device: Device, nbytes: int) -> float:
+    """Seconds of a plain read of as many bytes, launched as the products are."""
+    row = 4 * 4096
+    data = np.zeros((max(nbytes // row, 1), row), np.uint8)
+    return device.read_time(data, copies=max(2, -(-ROTATED // data.nbytes)), passes=7) * nbytes / data.nbytes
+
+
+def figure(kernel: str, name: str, shape: str, nbytes: int, seconds: float, same: float, read: float) -> Figure:
+    rate = nbytes / seconds
+    share, peak = round(same / seconds, 3), round(rate / read, 3)
+    return Figure(kernel, name, shape, seconds * 1e6, rate / 1e9, "GB/s", share, peak)
 
 
 def type_number(name: str) -> int:
@@ -145,7 +164,12 @@ def random_weights(dtype: int, n: int, k: int) -> Any:
     block = GGML_TYPES[dtype]
     row = k // block.elements * block.nbytes
     some = np.random.default_rng(dtype).integers(1, 60, min(n * row, 1 << 22), dtype=np.uint8)
-    return np.resize(some, n * row).reshape(n, row)
+    out = np.empty(n * row + ALIGN, np.uint8)
+    out = out[-out.ctypes.data % ALIGN :][: n * row]  # as files align tensors, or better
+    for begin in range(0, len(out), len(some)):
+        part = out[begin : begin + len(some)]
+        part[:] = some[: len(part)]
+    return out.reshape(n, row)
 
 
 def matvecs(device: Device, read: float, types: Sequence[str], shapes: Sequence[tuple[int, int]]) -> list[Figure]:
@@ -156,8 +180,9 @@ def matvecs(device: Device, read: float, types: Sequence[str], shapes: Sequence[
             x = np.random.default_rng(k).standard_normal((1, k)).astype(np.float32)
             copies = max(2, -(-ROTATED // weights.nbytes))
             seconds = device.matmul_time(type_number(name), weights, x, copies=copies, passes=7)
-            rate = weights.nbytes / seconds
-            out.append(Figure("matvec", name, f"{n}x{k}", seconds * 1e6, rate / 1e9, "GB/s", round(rate / read, 3)))
+            out.append(
+                figure("matvec", name, f"{n}x{k}", weights.nbytes, seconds, same_read(device, weights.nbytes), read)
+            )
     return out
 
 
@@ -258,9 +283,8 @@ def decode_attention(device: Device, read: float, context: int, kv: str) -> Figu
             plan.destroy()
         for region in regions:
             region.free()
-    rate = 2 * pages * _page_bytes(dtype) / seconds
-    shape = f"{SEQUENCES} x {context}"
-    return Figure("attention", kv, shape, seconds * 1e6, rate / 1e9, "GB/s", round(rate / read, 3))
+    nbytes = 2 * pages * _page_bytes(dtype)
+    return figure("attention", kv, f"{SEQUENCES} x {context}", nbytes, seconds, same_read(device, nbytes), read)
 
 
 def _page_bytes(dtype: int) -> int:

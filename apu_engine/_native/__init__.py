@@ -203,6 +203,16 @@ class Device:
         )
         return float(found[0]) * 1e-9
 
+    def read_time(self, data: Any, *, copies: int, passes: int) -> float:
+        """Seconds of one plain read of data (N, 4 K) uint8, launched and measured as products are."""
+        n, stride = data.shape
+        found, address = ffi.new("double *"), ffi.cast("void *", data.ctypes.data)
+        none, dtype = ffi.cast("float *", 0), lib.APU_F32
+        check(
+            lib.apu_kernel_time(self.handle, dtype, 0, address, stride, none, 1, n, stride // 4, copies, passes, found)
+        )
+        return float(found[0]) * 1e-9
+
     def close(self) -> None:
         if self.handle is not None:
             lib.apu_device_close(self.handle)

@@ -16,6 +16,15 @@ namespace {
 constexpr uint64_t kAlign = 256;
 constexpr uint32_t kGraphLaunches = 32; // at least so many products in a timed graph
 
+// Whole words of 16 bytes in [in, in + bytes).
+ReadArgs read_args(uint64_t in, uint64_t bytes, uint64_t sink) {
+  const uint64_t begin = (in + 15) / 16 * 16, end = (in + bytes) / 16 * 16;
+  return {reinterpret_cast<const u8 *>(begin), end > begin ? end - begin : 0, reinterpret_cast<u32 *>(sink)};
+}
+uint32_t read_blocks(const ReadArgs &args) {
+  return uint32_t((args.bytes + kReadBlockBytes - 1) / kReadBlockBytes);
+}
+
 struct TimedEvent {
   explicit TimedEvent(Driver &runtime) : driver(runtime) {}
   ~TimedEvent() {
@@ -26,7 +35,7 @@ struct TimedEvent {
   Event event = nullptr;
 };
 
-// A product with one copy of its matrix or several.
+// A product with one copy of its matrix or several; without an input, plain reads of them.
 class LoneProduct final : public Builder, public Launcher {
 public:
   LoneProduct(Device &device, const KernelProduct &product) : device_(device), driver_(device.driver()), p_(product) {
@@ -37,6 +46,7 @@ public:
   apu_status create(uint32_t copies) {
     TRY(device_.use());
     TRY(step_.alloc(driver_, kAlign));
+    if (!p_.x) return place_weights(copies);
     TRY(in_.alloc(driver_, uint64_t(p_.rows) * p_.k * sizeof(float)));
     TRY(out_.alloc(driver_, uint64_t(p_.rows) * p_.n * sizeof(float)));
     const StepCounts counts{p_.rows, 1, p_.rows, 0};
@@ -72,6 +82,7 @@ public:
   }
 
   apu_status multiply(uint32_t copy) {
+    if (!p_.x) return read(weights_[copy % weights_.size()]);
     products_[copy % products_.size()]->launch(*this, bucket(), activations_);
     return outcome();
   }
@@ -118,9 +129,16 @@ public:
   uint64_t scratch(Scratch which) const override { return shared_[size_t(which)].address(); }
 
 private:
-  // The rows as they lie on the host: the first at the same place within 16 bytes, nothing behind the last.
+  apu_status read(const DeviceBuffer &matrix) {
+    Kernel kernel;
+    TRY(device_.kernel("plain_read", 0, kernel));
+    const uint64_t bytes = (p_.n - 1) * p_.row_stride + p_.row_bytes;
+    const ReadArgs args = read_args(matrix.address() + offset_, bytes, step_.address());
+    return driver_.launch(kernel.function, {read_blocks(args)}, kReadThreads, 0, device_.stream(), &args, sizeof(args));
+  }
+  // The rows as they lie on the host: the first at the same place within 256 bytes, nothing behind the last.
   apu_status place_weights(uint32_t copies) {
-    offset_ = kWeightPadding + reinterpret_cast<uintptr_t>(p_.w) % 16;
+    offset_ = kAlign + reinterpret_cast<uintptr_t>(p_.w) % kAlign;
     const uint64_t bytes = (p_.n - 1) * p_.row_stride + p_.row_bytes;
     for (uint32_t i = 0; i < copies; ++i) {
       DeviceBuffer &buffer = weights_.emplace_back();
@@ -223,25 +241,22 @@ apu_status Device::kernel_time(const KernelProduct &product, uint32_t count, uin
 
 apu_status Device::kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) {
   TRY(use());
-  const uint64_t begin = (reinterpret_cast<uintptr_t>(in) + 15) / 16 * 16;
-  const uint64_t end = (reinterpret_cast<uintptr_t>(in) + bytes) / 16 * 16;
-  if (end <= begin)
+  DeviceBuffer sink;
+  TRY(sink.alloc(*driver_, kAlign));
+  const ReadArgs args = read_args(reinterpret_cast<uintptr_t>(in), bytes, sink.address());
+  if (args.bytes == 0)
     return fail(APU_E_INVALID, "apu_kernel_read: %llu bytes hold no aligned 16, expected at least 31",
+                static_cast<unsigned long long>(bytes));
+  if (args.bytes / kReadBlockBytes >= uint64_t(std::numeric_limits<int32_t>::max()))
+    return fail(APU_E_INVALID, "apu_kernel_read: %llu bytes are too many for one launch",
                 static_cast<unsigned long long>(bytes));
   Kernel kernel;
   TRY(this->kernel("plain_read", 0, kernel));
-  DeviceBuffer sink;
-  TRY(sink.alloc(*driver_, kAlign));
-  const ReadArgs args{reinterpret_cast<const u8 *>(begin), end - begin, reinterpret_cast<u32 *>(sink.address())};
-  const uint64_t blocks = (args.bytes + kReadBlockBytes - 1) / kReadBlockBytes;
-  if (blocks > std::numeric_limits<int32_t>::max())
-    return fail(APU_E_INVALID, "apu_kernel_read: %llu bytes are too many for one launch",
-                static_cast<unsigned long long>(bytes));
   std::vector<float> ms;
   TRY(time(
       *this, repeats,
       [&] {
-        return driver_->launch(kernel.function, {uint32_t(blocks)}, kReadThreads, 0, stream_, &args, sizeof(args));
+        return driver_->launch(kernel.function, {read_blocks(args)}, kReadThreads, 0, stream_, &args, sizeof(args));
       },
       ms));
   gb_per_s = double(args.bytes) / (double(ms[0]) * 1e6);

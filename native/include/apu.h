@@ -388,7 +388,8 @@ APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *
 APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
                                    double *gb_per_s);
 /* Nanoseconds of one such product on a GPU: one graph holds a product with each of `count` copies of w, one after the
- * other, the quantised input is made before; the median of `repeats` runs. */
+ * other, the quantised input is made before; the median of `repeats` runs. Where x is NULL, of plain reads of w
+ * instead: what the product's speed is a share of. */
 APU_API apu_status apu_kernel_time(apu_device *device, uint32_t dtype, uint32_t precision, const void *w,
                                    uint64_t row_stride, const float *x, uint32_t rows, uint32_t n, uint32_t k,
                                    uint32_t count, uint32_t repeats, double *nanoseconds);

@@ -93,6 +93,7 @@ def test_time_and_read(level: Level, device: Device) -> None:
         device.matmul_time(int(Q.Q8_0), w, x, copies=1, passes=1)
     with pytest.raises(InvalidError, match="count and repeats must be positive, they are 1, 8, 0, 1"):
         level.device.matmul_time(int(Q.Q8_0), w, x, copies=0, passes=1)
+    assert 0 < level.device.read_time(np.zeros((4, 4096), np.uint8), copies=2, passes=2) < 10
     region = Region.alloc(level.device, 100_000)
     try:
         for begin, nbytes in ((0, 100_000), (3, 31), (16, 40_000)):

@@ -137,7 +137,7 @@ APU_DEVICE float order_of(float score) { // NaN is the worst
 // Up to kRouteWaveItems * kWaveSize experts: every wave holds all scores, so that maximum and sum need no barrier.
 APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
   constexpr u32 most_experts = kRouteWaveItems * kWaveSize;
-  APU_SHARED f32x4 tile[most_experts / 4]; // scores
+  APU_SHARED u32x4 orders[most_experts / 4]; // of scores, as unsigned integers; NaN is 1, what is no expert 0
   APU_SHARED float chosen[most_experts];
   APU_SHARED u32 places[kRouteWaves];
   const u32 experts = a.router.rows;
@@ -163,27 +163,32 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
 #pragma unroll
   for (u32 i = 0; i < kRouteWaveItems; ++i) {
     const u32 e = i * kWaveSize + lane_id();
-    if (i % kRouteWaves != wave_id() || i * kWaveSize >= experts) continue; // each wave writes its part
-    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i]));
-    reinterpret_cast<float *>(tile)[e] = e < experts ? score : kMinusInfinity;
+    if (i % kRouteWaves != wave_id() || i * kWaveSize >= experts) continue;        // each wave writes its part
+    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i])); // not negative
+    reinterpret_cast<u32 *>(orders)[e] = e >= experts ? 0 : score == score ? float_to_bits(score) + 2 : 1;
   }
   block_sync();
   // p threads count, for each expert of a turn, those before it among every p-th four.
   const u32 p = experts <= kRouteThreads / 4 ? 4 : experts <= kRouteThreads / 2 ? 2 : 1;
+  const u32 fours = (experts + 3) / 4, part = thread_id() % p;
   u32 found = 0;
   for (u32 e0 = 0; e0 < experts; e0 += kRouteThreads / p) {
     const u32 e = e0 + thread_id() / p;
-    const float score = e < experts ? reinterpret_cast<const float *>(tile)[e] : kMinusInfinity;
-    const float mine = order_of(score);
+    const u32 mine = e < experts ? reinterpret_cast<const u32 *>(orders)[e] : 1;
     u32 rank = 0;
-#pragma unroll 4
-    for (u32 j = thread_id() % p * 4; j < experts; j += 4 * p) {
-      const f32x4 four = tile[j / 4];
+#pragma unroll 8
+    for (u32 g = part; g < fours; g += p) {
+      const u32x4 four = orders[g];
+      const u32 least = 4 * g + 3 < e ? mine - 1 : mine; // equals win where they come first
+      rank += four[0] > least;
+      rank += four[1] > least;
+      rank += four[2] > least;
+      rank += four[3] > least;
+    }
+    if (e < experts && e / 4 % p == part) { // the equals beside it
+      const u32x4 four = orders[e / 4];
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        const float other = order_of(four[k]);
-        rank += j + k < experts && (other > mine || (other == mine && j + k < e));
-      }
+      for (u32 k = 0; k < 3; ++k) rank += k < e % 4 && four[k] == mine;
     }
     if (p > 1) rank += wave_shuffle_xor(rank, 1);
     if (p > 2) rank += wave_shuffle_xor(rank, 2);
@@ -199,7 +204,7 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
     }
     if (taken) {
       a.ids[u64(row) * a.k + place] = i32(e);
-      chosen[place] = score;
+      chosen[place] = mine == 1 ? bits_to_float(0x7fc00000u) : bits_to_float(mine - 2);
     }
     block_sync();
   }
