@@ -72,30 +72,37 @@ Bucket bucket_of(const PlanInfo &info, const StepCopy &step) {
 }
 
 // What a waiting thread does between two looks at the device: sleeps while the end is far off by what such a step took
-// last, then looks without pause, and sleeps in pieces again when that was in vain.
+// last, then looks without pause, and sleeps in pieces again when that was in vain. How much longer than asked this
+// system sleeps is learnt, and taken off.
 class Patience {
 public:
-  void pause(Clock::time_point begun, double expected_us) {
+  void pause(Clock::time_point begun, double expected_us, double most_us = 20000) {
     const double passed = microseconds(Clock::now() - begun);
-    const double early = expected_us * 0.85 - 150;
-    if (passed < early)
-      sleep(std::min(early - passed, 20000.0));
+    const double early = expected_us * 0.9 - 100 - late_us_.load(std::memory_order_relaxed) - passed;
+    if (early > 50)
+      sleep(std::min(early, most_us));
     else if (passed < expected_us * 1.3 + 300)
       for (int i = 0; i < 8; ++i) relax();
     else
-      sleep(std::min(500.0, 20 + passed * 0.02));
+      sleep(std::min({500.0, 20 + passed * 0.02, most_us}));
   }
 
 private:
   static void sleep(double us) {
     const timespec t{0, long(us * 1000)};
+    const Clock::time_point start = Clock::now();
     nanosleep(&t, nullptr);
+    const double late = microseconds(Clock::now() - start) - us;
+    late_us_.store(float(std::clamp(late, late_us_.load(std::memory_order_relaxed) * 0.98, 5000.0)),
+                   std::memory_order_relaxed);
   }
   static void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
+
+  static inline std::atomic<float> late_us_{0}; // the most of late, fading
 };
 
 } // namespace
@@ -108,7 +115,7 @@ apu_status Ending::wait(int64_t timeout_us) {
   Patience patience;
   for (bool first = true;; first = false) {
     Clock::time_point begun;
-    double expected = 0;
+    double expected = 0, left = 20000;
     {
       std::unique_lock<std::mutex> lock(gate->mutex);
       if (plan) {
@@ -122,7 +129,8 @@ apu_status Ending::wait(int64_t timeout_us) {
         delete this;
         return result;
       }
-      if (timeout_us >= 0 && Clock::now() - start >= std::chrono::microseconds(timeout_us)) {
+      if (timeout_us >= 0) left = std::min(left, double(timeout_us) - microseconds(Clock::now() - start));
+      if (left <= 0) {
         const std::string at = plan->last_seen();
         return fail(APU_E_TIMEOUT, "the submission has not ended after %lld us%s%s", static_cast<long long>(timeout_us),
                     at.empty() ? "" : "; it is at ", at.c_str());
@@ -131,7 +139,7 @@ apu_status Ending::wait(int64_t timeout_us) {
       begun = std::max(oldest.begun, plan->last_end_);
       if (oldest.graph) expected = oldest.graph->took_us;
     }
-    patience.pause(begun, expected);
+    patience.pause(begun, expected, left);
   }
 }
 
