@@ -36,7 +36,7 @@ def test_any(dtype: Q, shim: tuple[int, bool]) -> None:
     """Odd addresses and strides, every split, several steps; 8 rows have the bits of single rows."""
     kernels = Shim(FILES, *shim)
     block = GGML_QUANT_SIZES[dtype][0]
-    k, n, rows = 2048 + block, 5, 3
+    k, n, rows = 2048 + block, 3, 3
     x = random_activations(rows, k)
     side = Side(dtype, random_weights(dtype, n, k), align=3, cuts=(2,))
     side.stride = side.weights.shape[1] + 5
@@ -51,7 +51,7 @@ def test_any(dtype: Q, shim: tuple[int, bool]) -> None:
 def test_exact(dtype: Q, shim: tuple[int, bool]) -> None:
     kernels = Shim(FILES, *shim)
     block = GGML_QUANT_SIZES[dtype][0]
-    k, n, rows = 2048 + block, 5, 3
+    k, n, rows = 2048 + block, 3, 3
     x = random_activations(rows, k)
     side = Side(dtype, random_weights(dtype, n, k), align=1)
     a = quantize(x)
