@@ -266,9 +266,10 @@ APU_QUANT_FUNCTION void unpack_table(const uint8_t *qs, const int8_t (&values)[1
     q[i + 16] = values[qs[i] >> 4];
   }
 }
-// 2^(e - 128); the first two are denormal.
+// 2^(e - 128). The first two are denormal: their bits are (e + 1) << 21, less than a normal number's from e = 2 on.
 APU_QUANT_FUNCTION float half_e8m0(uint8_t e) {
-  const uint32_t bits = e < 2 ? 0x200000u << e : (e - 1u) << 23;
+  const int32_t normal = (e - 1) * (1 << 23), denormal = (e + 1) * (1 << 21);
+  const int32_t bits = normal > denormal ? normal : denormal;
   float f;
   APU_QUANT_COPY_BYTES(&f, &bits, 4);
   return f;

@@ -130,6 +130,13 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
 APU_DEVICE i32 mul24(i32 a, i32 b) { // v_mul_i32_i24, at full rate
   return (a << 8 >> 8) * (b << 8 >> 8);
 }
+constexpr i32 kDotStart = 0;
+APU_DEVICE float dot_to_float(i32 dot) {
+  return float(dot);
+}
+APU_DEVICE float byte_to_float(u32 word, u32 i) { // v_cvt_f32_ubyte
+  return float(word >> 8 * i & 255);
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __builtin_amdgcn_alignbit(high, low, bits);
 }
@@ -151,6 +158,7 @@ APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &hi
 struct NibbleValues {
   u32 v[8]; // low nibbles, high nibbles
 };
+APU_DEVICE void keep(u32 &) {}
 APU_DEVICE void arrange_nibbles(u32 *) {}
 APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
   NibbleValues v;
@@ -159,10 +167,10 @@ APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
   return v;
 }
 APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
-  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], 0))));
+  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], kDotStart))));
 }
 APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
-  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], 0))));
+  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], kDotStart))));
 }
 using ByteSelectors = u64; // a byte each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {

@@ -33,10 +33,6 @@ APU_DEVICE i32 sum16(const u32 *q) {
   for (u32 i = 0; i < 4; ++i) sum = dot4(0x01010101u, q[i], sum);
   return sum;
 }
-APU_DEVICE u32 byte_of(u32 word, u32 i) {
-  return word >> 8 * i & 255;
-}
-
 struct Q2_K {
   static constexpr u32 kElements = 256, kBytes = 84;
   static constexpr bool kAligned = false;
@@ -76,20 +72,20 @@ struct Q2_K {
     for (u32 r = 0; r < R; ++r) {
       float m = 0;
 #pragma unroll
-      for (u32 g = 0; g < 4; ++g) m = fma_f32(float(byte_of(minimum, g)), x[r].template s_of<R>(g), m);
+      for (u32 g = 0; g < 4; ++g) m = fma_f32(byte_to_float(minimum, g), x[r].template s_of<R>(g), m);
       sum[r] = fma_f32(wm, m, sum[r]);
       t[r] = 0;
     }
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
-      const float sc = float(byte_of(scale, g));
+      const float sc = byte_to_float(scale, g);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         const u32 mask = 0x03030303u << 2 * g, *q = x[r].q + 4 * g;
-        i32 dot = 0;
+        i32 dot = kDotStart;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = g < 3 ? dot4(w[i] & mask, q[i], dot) : dot4_us(w[i] & mask, q[i], dot);
-        t[r] = fma_f32(float(dot) * sc, x[r].d[g], t[r]);
+        t[r] = fma_f32(dot_to_float(dot) * sc, x[r].d[g], t[r]);
       }
     }
 #pragma unroll
@@ -146,18 +142,18 @@ struct Q3_K {
           v[i] = (low & 0x60606060u) | (high[i] << (7 - g) & 0x80808080u);
         }
       }
-      const float sc = float(i32(byte_of(scale, g)) - 32);
+      const float sc = byte_to_float(scale, g) - 32.0f;
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
-        i32 dot = 0;
+        i32 dot = kDotStart;
         float d = x[r].d_top[g];
         if constexpr (kStart) {
-          dot = x[r].start[g];
+          dot += x[r].start[g];
           d = x[r].d[g];
         }
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = dot4(v[i], x[r].q[4 * g + i], dot);
-        t[r] = fma_f32(float(dot) * sc, d, t[r]);
+        t[r] = fma_f32(dot_to_float(dot) * sc, d, t[r]);
       }
     }
 #pragma unroll

@@ -12,56 +12,65 @@
 
 namespace apu::gpu {
 
+// Sums that began with kDotStart of a block's halves, with the halves' scales.
+APU_DEVICE float join_halves(i32 first, i32 second, const float *d) {
+  return fma_f32(dot_to_float(second), d[1], dot_to_float(first) * d[0]);
+}
+APU_DEVICE i32 dot16_start(const u32 *w, const u32 *q) {
+  return dot4(w[3], q[3], dot4(w[2], q[2], dot4(w[1], q[1], dot4(w[0], q[0], kDotStart))));
+}
 // Products of a block of 32 whose values are v, scale ws.
 template <u32 R, class X>
 APU_DEVICE void add_block(const u32 (&v)[8], float ws, u32 b, const X (&x)[R], float (&sum)[R]) {
 #pragma unroll
   for (u32 r = 0; r < R; ++r) {
     const u32 *q = x[r].q + 8 * b;
-    sum[r] = fma_f32(ws, add_halves(dot16(v, q), dot16(v + 4, q + 4), x[r].d + 2 * b), sum[r]);
+    sum[r] = fma_f32(ws, join_halves(dot16_start(v, q), dot16_start(v + 4, q + 4), x[r].d + 2 * b), sum[r]);
   }
 }
-// The same for nibbles of a table, w being the block's words.
-template <u32 R, class X>
-APU_DEVICE void add_nibbles(const NibbleTable &table, const u32 *w, float ws, u32 b, const X (&x)[R], float (&sum)[R]) {
-  const NibbleValues v = nibble_values(table, w);
-#pragma unroll
-  for (u32 r = 0; r < R; ++r) {
-    const u32 *q = x[r].q + 8 * b;
-    sum[r] = fma_f32(ws, add_halves(dot_low(v, q), dot_high(v, q + 4), x[r].d + 2 * b), sum[r]);
-  }
-}
-
-struct NibbleItems {
+// Items of two blocks of nibbles that a table gives values.
+template <const i8 (&Values)[16]> struct NibbleItems {
   static constexpr bool kAligned = false;
-  using X = ItemX;
+  struct X : ItemX {
+    NibbleTable table;
+  };
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
-    x.load(row, item);
+    x.ItemX::load(row, item);
     arrange_nibbles(x.q);
     arrange_nibbles(x.q + 8);
+    x.table = nibble_table(Values);
+    keep(x.table.lower[0]); // a permute takes the other word as an immediate
+    keep(x.table.upper[0]);
+  }
+  // Products of block b of the item, whose words are w and whose scale is ws.
+  template <u32 R> static APU_METHOD void add(const u32 *w, float ws, u32 b, const X (&x)[R], float (&sum)[R]) {
+    const NibbleValues v = nibble_values(x[0].table, w);
+#pragma unroll
+    for (u32 r = 0; r < R; ++r) {
+      const u32 *q = x[r].q + 8 * b;
+      sum[r] = fma_f32(ws, join_halves(dot_low(v, q), dot_high(v, q + 4), x[r].d + 2 * b), sum[r]);
+    }
   }
 };
 
-struct IQ4_NL : NibbleItems {
+struct IQ4_NL : NibbleItems<q::kIq4Values> {
   static constexpr u32 kElements = 32, kBytes = 18;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
-    constexpr NibbleTable table = nibble_table(q::kIq4Values);
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (b && !full) break;
       u32 w[5]; // two bytes of no use, d, nibbles
       image.words(2 * kBytes * item + kBytes * b - 2, w);
-      add_nibbles(table, w + 1, half_to_float(w[0] >> 16), b, x, sum);
+      add(w + 1, half_to_float(w[0] >> 16), b, x, sum);
     }
   }
 };
 
-struct IQ4_XS : NibbleItems {
+struct IQ4_XS : NibbleItems<q::kIq4Values> {
   static constexpr u32 kElements = 256, kBytes = 136;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
-    constexpr NibbleTable table = nibble_table(q::kIq4Values);
     const u32 at = kBytes * (item / 4), j = item % 4;
     u32 head[2], w[8];
     image.words(at, head);
@@ -71,22 +80,21 @@ struct IQ4_XS : NibbleItems {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       const u32 scale = (low >> 4 * b & 15) | (high >> 2 * b & 3) << 4;
-      add_nibbles(table, w + 4 * b, d * float(i32(scale) - 32), b, x, sum);
+      add(w + 4 * b, d * float(i32(scale) - 32), b, x, sum);
     }
   }
 };
 
-struct MXFP4 : NibbleItems {
+struct MXFP4 : NibbleItems<q::kE2m1Values> {
   static constexpr u32 kElements = 32, kBytes = 17;
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
-    constexpr NibbleTable table = nibble_table(q::kE2m1Values);
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (b && !full) break;
       u32 w[5]; // three bytes of no use, e, nibbles
       image.words(2 * kBytes * item + kBytes * b - 3, w);
-      add_nibbles(table, w + 1, q::half_e8m0(u8(w[0] >> 24)), b, x, sum);
+      add(w + 1, q::half_e8m0(u8(w[0] >> 24)), b, x, sum);
     }
   }
 };
@@ -103,6 +111,9 @@ struct IQ2_XXS {
   static constexpr u32 kElements = 256, kBytes = 66;
   static constexpr bool kAligned = false;
   static constexpr u32 kGrid = 256, kSigns = 128; // entries
+  static constexpr u32 kValues = q::kIq2Values[0] | q::kIq2Values[1] << 8 | q::kIq2Values[2] << 16;
+  static constexpr u32 kNegatives =
+      (256u - q::kIq2Values[0]) | (256u - q::kIq2Values[1]) << 8 | (256u - q::kIq2Values[2]) << 16;
   using GridEntry = GridEntryOf<kSignsOfActivations>::Type;
   struct Tables {
     GridEntry grid[kGrid * kGridCopies];
@@ -110,6 +121,7 @@ struct IQ2_XXS {
   };
   struct X : ItemX {
     u32 negative[16]; // of q; what a kernel does not use costs it nothing
+    u32 values;
   };
   // Bytes of -127 to 127.
   static APU_METHOD u32 negate(u32 v) { return ((~v & 0x7f7f7f7fu) + 0x01010101u) ^ (~v & 0x80808080u); }
@@ -117,6 +129,8 @@ struct IQ2_XXS {
     x.ItemX::load(row, item);
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) x.negative[i] = negate(x.q[i]);
+    x.values = kValues;
+    keep(x.values);
   }
 
   static APU_METHOD Tables &tables() {
@@ -160,9 +174,6 @@ struct IQ2_XXS {
 
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
-    constexpr u32 kValues = q::kIq2Values[0] | q::kIq2Values[1] << 8 | q::kIq2Values[2] << 16;
-    constexpr u32 kNegatives =
-        (256u - q::kIq2Values[0]) | (256u - q::kIq2Values[1]) << 8 | (256u - q::kIq2Values[2]) << 16;
     const Tables &from = tables();
     const u32 at = kBytes * (item / 4);
     u32 w[4], head[1];
@@ -172,13 +183,13 @@ struct IQ2_XXS {
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       u32 v[8];
-      i32 dots[2] = {0, 0};
+      i32 dots[2] = {kDotStart, kDotStart};
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) {
         const GridEntry grid = entry<GridEntry, 8, kGridCopies>(from.grid, w[2 * b], 8 * i);
         const ByteSelectors signs = entry<ByteSelectors, 7, kSignCopies>(from.signs, w[2 * b + 1], 7 * i);
         if constexpr (!kSignsOfActivations) {
-          select_bytes(kValues, kNegatives, grid | signs, v[2 * i], v[2 * i + 1]);
+          select_bytes(x[0].values, kNegatives, grid | signs, v[2 * i], v[2 * i + 1]);
         } else if constexpr (R == 1) {
           const u32 *q = x[0].q + 8 * b + 2 * i, *negative = x[0].negative + 8 * b + 2 * i;
           u32 low, high, unused;
@@ -193,7 +204,7 @@ struct IQ2_XXS {
       }
       const float ws = d * float(w[2 * b + 1] >> 27 | 1);
       if constexpr (kSignsOfActivations && R == 1)
-        sum[0] = fma_f32(ws, add_halves(dots[0], dots[1], x[0].d + 2 * b), sum[0]);
+        sum[0] = fma_f32(ws, join_halves(dots[0], dots[1], x[0].d + 2 * b), sum[0]);
       else
         add_block(v, ws, b, x, sum);
     }

@@ -22,7 +22,7 @@ struct ByteTable {
 //
 // NibbleValues nibble_values(table, w): a block's 32 values, from its four words, nibbles as in Q4_0.
 // arrange_nibbles(q): orders the block's eight words of activations for them, once.
-// dot_low(v, q), dot_high(v, q): products of the low nibbles with four words q, and of the high nibbles.
+// dot_low(v, q), dot_high(v, q): kDotStart + products of the low nibbles with four words q, and of the high nibbles.
 struct NibbleTable {
   ByteTable values;
   u32 lower[2], upper[2];
@@ -55,6 +55,8 @@ APU_DEVICE u32 wave_id() { // of the block
 // wave_any(bool), wave_ballot(bool) -> u64: all lanes take part.
 // bit_count(u64), lowest_bit(u64): its index, of a number that has one.
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
+// keep(v): a constant is from here on a register of unknown contents, where an instruction takes it from nowhere else.
+// dot_to_float(i): of a sum of dot4s that began with kDotStart and is below 2^22.  byte_to_float(word, i): of byte i.
 // mul24(a, b): product of two that fit signed 24 bits.
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
 // byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.

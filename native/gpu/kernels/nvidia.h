@@ -101,6 +101,14 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
 APU_DEVICE i32 mul24(i32 a, i32 b) {
   return a * b;
 }
+// Conversions share the pipe of shifts and logic: numbers are built as 1.5 * 2^23 + i instead.
+constexpr i32 kDotStart = 0x4b400000;
+APU_DEVICE float dot_to_float(i32 dot) {
+  return __int_as_float(dot) - 12582912.0f;
+}
+APU_DEVICE float byte_to_float(u32 word, u32 i) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 | i)) - 8388608.0f;
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __funnelshift_r(low, high, bits);
 }
@@ -118,6 +126,9 @@ APU_DEVICE u32 nvidia_permute(u32 a, u32 b, u32 selectors) {
 // prmt takes four nibbles of a word at once, low and high ones in turn; they are parted afterwards.
 APU_DEVICE u32 nvidia_look_up(const ByteTable &table, u32 at, u32 upper) {
   return nvidia_permute(nvidia_permute(table.v[0], table.v[1], at), nvidia_permute(table.v[2], table.v[3], at), upper);
+}
+APU_DEVICE void keep(u32 &v) { // or zero, the top bit of %lanemask_lt, which ptxas does not know to be that
+  asm volatile("{ .reg .u32 t; mov.u32 t, %%lanemask_lt; shr.u32 t, t, 31; or.b32 %0, %0, t; }" : "+r"(v));
 }
 APU_DEVICE void hide(u32 &v) {
   asm volatile("" : "+r"(v));
@@ -155,14 +166,14 @@ APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
   }
   return v;
 }
-APU_DEVICE i32 nvidia_dot16(const u32 *v, const u32 *q) {
-  return dot4(v[3], q[3], dot4(v[2], q[2], dot4(v[1], q[1], dot4(v[0], q[0], 0))));
+APU_DEVICE i32 nvidia_dot16(const u32 *v, const u32 *q, i32 start) {
+  return dot4(v[3], q[3], dot4(v[2], q[2], dot4(v[1], q[1], dot4(v[0], q[0], start))));
 }
 APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
-  return nvidia_dot16(v.lower, q) - nvidia_dot16(v.upper, q);
+  return nvidia_dot16(v.lower, q, kDotStart) - nvidia_dot16(v.upper, q, 0);
 }
 APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
-  return nvidia_dot16(v.lower + 4, q) - nvidia_dot16(v.upper + 4, q);
+  return nvidia_dot16(v.lower + 4, q, kDotStart) - nvidia_dot16(v.upper + 4, q, 0);
 }
 using ByteSelectors = u32; // a nibble each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {

@@ -124,6 +124,15 @@ APU_DEVICE i32 dot4_us(u32 a, u32 b, i32 c) {
 APU_DEVICE i32 mul24(i32 a, i32 b) {
   return a * b;
 }
+constexpr i32 kDotStart = APU_SHIM_WAVE == 32 ? 0x4b400000 : 0; // both forms of kernels are tested
+APU_DEVICE float dot_to_float(i32 dot) {
+  if (kDotStart == 0) return float(dot);
+  if (dot < kDotStart - (1 << 22) || dot >= kDotStart + (1 << 22)) shim::fail("dot_to_float: 2^22 or more");
+  return bits_to_float(u32(dot)) - 12582912.0f;
+}
+APU_DEVICE float byte_to_float(u32 word, u32 i) {
+  return float(word >> 8 * i & 255);
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return u32((u64(high) << 32 | low) >> (bits % 32));
 }
@@ -150,6 +159,7 @@ APU_DEVICE void look_up_nibbles(const ByteTable &table, u32 v, u32 &low, u32 &hi
 struct NibbleValues {
   u32 v[8]; // low nibbles, high nibbles
 };
+APU_DEVICE void keep(u32 &) {}
 APU_DEVICE void arrange_nibbles(u32 *) {}
 APU_DEVICE u8 shim_nibble(const NibbleTable &table, u32 nibble) { // through the parts, as a permute with signs does
   const u32 i = nibble % 8, shift = i % 4 * 8;
@@ -168,10 +178,10 @@ APU_DEVICE NibbleValues nibble_values(const NibbleTable &table, const u32 *w) {
   return v;
 }
 APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
-  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], 0))));
+  return dot4(v.v[3], q[3], dot4(v.v[2], q[2], dot4(v.v[1], q[1], dot4(v.v[0], q[0], kDotStart))));
 }
 APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
-  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], 0))));
+  return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], kDotStart))));
 }
 using ByteSelectors = u32; // a nibble each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
