@@ -48,6 +48,7 @@ OBJECT_FORMAT = "2"  # of what WORK keeps: another number, and everything is mad
 AMD_FLAGS = (
     *("-x", "hip", "-std=c++20", "-O3", "-ffp-contract=off", "--cuda-device-only", "--no-gpu-bundle-output"),
     *("-nogpulib", "-nogpuinc", "-Wall", "-Wextra"),
+    "-fno-slp-vectorize",  # on gfx90a it pairs floats through scratch memory; elsewhere it changes nothing
 )
 NVIDIA_FLAGS = ("-x", "cu", "-std=c++20", "-O3", "-fmad=false", "-ewp")
 

@@ -35,7 +35,7 @@ APU_DEVICE i32 sum16(const u32 *q) {
 }
 struct Q2_K {
   static constexpr u32 kElements = 256, kBytes = 84;
-  static constexpr bool kAligned = false;
+  static constexpr bool kAligned = true;
   // d * sum of q, or where registers are short the sums themselves: what a kernel does not use costs it nothing.
   struct X : StridedX {
     float s[4];
@@ -61,9 +61,9 @@ struct Q2_K {
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
     const u32 at = kBytes * (item / 4), j = item % 4;
     u32 w[4], scales[2], d[1];
-    image.words(at + 16 + 16 * j, w);
-    image.words(at + 8 * (j / 2), scales);
-    image.words(at + 80, d);
+    image.plain_words_at<Aligned>(at + 16 + 16 * j, w);
+    image.plain_words_at<Aligned>(at + 8 * (j / 2), scales);
+    image.plain_words_at<Aligned>(at + 80, d);
     const u32 both = every_other_byte(scales[0], scales[1], j % 2);
     const u32 scale = both & 0x0f0f0f0fu, minimum = both >> 4 & 0x0f0f0f0fu;
     const float ws = half_to_float(d[0] & 0xffffu), wm = -half_to_float(d[0] >> 16);
@@ -95,26 +95,25 @@ struct Q2_K {
 
 struct Q3_K {
   static constexpr u32 kElements = 256, kBytes = 110;
-  static constexpr bool kAligned = false;
+  static constexpr bool kAligned = true;
   // Fields either stand in their bytes, 4 too large, and sums start with what that makes; or, where registers are
   // short, at the byte's top with the sign flipped.
   struct X : StridedX {
-    float d_top[4];
     i32 start[4]; // -4 times the sum of q; what a kernel does not use costs it nothing
   };
+  static APU_METHOD u32 power(u32 g) { return 1u << (g < 3 ? 2 * g : 4); } // of fields that stand in their bytes
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
     x.StridedX::load(row, item);
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
-      const u32 power = 1u << (g < 3 ? 2 * g : 4);
-      x.start[g] = -4 * i32(power) * sum16(x.q + 4 * g);
-      x.d_top[g] = x.d[g] * (1.0f / 32);
-      x.d[g] *= 1.0f / power;
+      x.start[g] = -4 * i32(power(g)) * sum16(x.q + 4 * g);
+      x.d[g] *= 1.0f / 32;
     }
   }
   template <bool Aligned, u32 R>
-  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
+  static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool) {
     const u32 at = kBytes * (item / 4), j = item % 4, shift = 4 * (j / 2);
+    const RowImage image = row.known<Aligned>();
     u32 w[4], high[4], scales[4]; // the last one: d
     image.words(at + 32 + 16 * j, w);
     image.words(at + 16 * (j % 2), high);
@@ -142,18 +141,15 @@ struct Q3_K {
           v[i] = (low & 0x60606060u) | (high[i] << (7 - g) & 0x80808080u);
         }
       }
-      const float sc = byte_to_float(scale, g) - 32.0f;
+      const float times = kStart ? 32.0f / float(power(g)) : 1.0f; // to what the scale of d is for
+      const float sc = fma_f32(byte_to_float(scale, g), times, -32.0f * times);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         i32 dot = kDotStart;
-        float d = x[r].d_top[g];
-        if constexpr (kStart) {
-          dot += x[r].start[g];
-          d = x[r].d[g];
-        }
+        if constexpr (kStart) dot += x[r].start[g];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = dot4(v[i], x[r].q[4 * g + i], dot);
-        t[r] = fma_f32(dot_to_float(dot) * sc, d, t[r]);
+        t[r] = fma_f32(dot_to_float(dot) * sc, x[r].d[g], t[r]);
       }
     }
 #pragma unroll

@@ -30,7 +30,7 @@ APU_DEVICE void add_block(const u32 (&v)[8], float ws, u32 b, const X (&x)[R], f
 }
 // Items of two blocks of nibbles that a table gives values.
 template <const i8 (&Values)[16]> struct NibbleItems {
-  static constexpr bool kAligned = false;
+  static constexpr bool kAligned = true;
   struct X : ItemX {
     NibbleTable table;
   };
@@ -56,10 +56,11 @@ template <const i8 (&Values)[16]> struct NibbleItems {
 struct IQ4_NL : NibbleItems<q::kIq4Values> {
   static constexpr u32 kElements = 32, kBytes = 18;
   template <bool Aligned, u32 R>
-  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+  static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+    const RowImage image = row.known<Aligned>();
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
+      if (!Aligned && b && !full) break;
       u32 w[5]; // two bytes of no use, d, nibbles
       image.words(2 * kBytes * item + kBytes * b - 2, w);
       add(w + 1, half_to_float(w[0] >> 16), b, x, sum);
@@ -73,8 +74,8 @@ struct IQ4_XS : NibbleItems<q::kIq4Values> {
   static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
     const u32 at = kBytes * (item / 4), j = item % 4;
     u32 head[2], w[8];
-    image.words(at, head);
-    image.words(at + 8 + 32 * j, w);
+    image.plain_words_at<Aligned>(at, head);
+    image.plain_words_at<Aligned>(at + 8 + 32 * j, w);
     const u32 low = head[1] >> 8 * j, high = head[0] >> (16 + 4 * j); // of the scales of two blocks
     const float d = half_to_float(head[0] & 0xffffu);
 #pragma unroll
@@ -88,10 +89,11 @@ struct IQ4_XS : NibbleItems<q::kIq4Values> {
 struct MXFP4 : NibbleItems<q::kE2m1Values> {
   static constexpr u32 kElements = 32, kBytes = 17;
   template <bool Aligned, u32 R>
-  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+  static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+    const RowImage image = row.known<Aligned>();
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
-      if (b && !full) break;
+      if (!Aligned && b && !full) break;
       u32 w[5]; // three bytes of no use, e, nibbles
       image.words(2 * kBytes * item + kBytes * b - 3, w);
       add(w + 1, q::half_e8m0(u8(w[0] >> 24)), b, x, sum);
@@ -109,7 +111,7 @@ template <> struct GridEntryOf<true> {
 
 struct IQ2_XXS {
   static constexpr u32 kElements = 256, kBytes = 66;
-  static constexpr bool kAligned = false;
+  static constexpr bool kAligned = true;
   static constexpr u32 kGrid = 256, kSigns = 128; // entries
   static constexpr u32 kValues = q::kIq2Values[0] | q::kIq2Values[1] << 8 | q::kIq2Values[2] << 16;
   static constexpr u32 kNegatives =
@@ -173,7 +175,8 @@ struct IQ2_XXS {
   }
 
   template <bool Aligned, u32 R>
-  static APU_METHOD void multiply(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool) {
+  static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool) {
+    const RowImage image = row.known<Aligned>();
     const Tables &from = tables();
     const u32 at = kBytes * (item / 4);
     u32 w[4], head[1];

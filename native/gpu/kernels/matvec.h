@@ -65,6 +65,8 @@ struct RowImage {
       low = high;
     }
   }
+  // The image as that of an aligned row, of which offsets within a lane's bytes are the same in every row.
+  template <bool Aligned> APU_METHOD RowImage known() const { return {bytes, Aligned ? 16 : start}; }
   // N words at an offset of an aligned row that is a multiple of 4.
   template <u32 N> APU_METHOD void plain_words(u32 offset, u32 (&out)[N]) const {
 #pragma unroll
@@ -77,6 +79,12 @@ struct RowImage {
       const u32x4 v = shared_load16(bytes + (16 + offset) + 4 * i);
       out[i] = v.x, out[i + 1] = v.y, out[i + 2] = v.z, out[i + 3] = v.w;
     }
+  }
+  template <bool Aligned, u32 N> APU_METHOD void plain_words_at(u32 offset, u32 (&out)[N]) const {
+    if constexpr (Aligned)
+      plain_words(offset, out);
+    else
+      words(offset, out);
   }
   template <bool Aligned, u32 N> APU_METHOD void words_at(u32 offset, u32 (&out)[N]) const {
     if constexpr (Aligned)
