@@ -79,7 +79,7 @@ private:
   static uint32_t units(const ExpertMatvecArgs &args, uint32_t rows) { return args.second ? rows : rows * args.used; }
 
   Geometry geometry(const MatvecKind &kind, const ExpertMatvecArgs &args, uint32_t rows) const {
-    const uint32_t columns = kItemColumns * props_.wave_size, sides = args.pair ? 2 : 1;
+    const uint32_t columns = kind.columns * props_.wave_size, sides = args.pair ? 2 : 1;
     Geometry g{};
     g.slices = (args.w[0].k + columns - 1) / columns;
     const uint32_t parts = g.slices * (args.second ? args.used : 1); // slices of all slots

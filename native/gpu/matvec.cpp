@@ -59,10 +59,10 @@ uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
 
 MatvecKind matvec_kind(uint32_t type, int32_t precision) {
   const char *name = tuned_name(type);
-  if (is_float(type)) return {name, kFloatSet, 0, 0, true};
-  if (precision == APU_PRECISION_EXACT) return {"exact", kMatvecSet, 0, 0, true};
-  if (!name) return {"any", kMatvecSet, 0, 0, false};
-  MatvecKind kind{name, kMatvecSet, 0, 0, false};
+  if (is_float(type)) return {name, kFloatSet, 0, 0, true, kFloatItemColumns};
+  if (precision == APU_PRECISION_EXACT) return {"exact", kMatvecSet, 0, 0, true, kItemColumns};
+  if (!name) return {"any", kMatvecSet, 0, 0, false, kItemColumns};
+  MatvecKind kind{name, kMatvecSet, 0, 0, false, kItemColumns};
   quant::with_block_type(type, [&]<class B>() {
     kind.elements = quant::Traits<B>::elements;
     kind.bytes = quant::Traits<B>::bytes;
@@ -79,7 +79,7 @@ uint32_t matvec_image_bytes(const MatvecKind &kind, const DriverProps &props) {
 
 MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props, uint32_t k, uint64_t rows, uint32_t r,
                                bool pair) {
-  const uint32_t columns = kItemColumns * props.wave_size, set = kind.set;
+  const uint32_t columns = kind.columns * props.wave_size, set = kind.set;
   const uint32_t images = matvec_image_bytes(kind, props);
   MatvecGeometry g{};
   g.slices = (k + columns - 1) / columns;
@@ -140,7 +140,7 @@ public:
       args.in = in;
       args.rows = rows * args.terms;
       args.slices = g.slices, args.splits = g.splits, args.steps = g.steps;
-      uint64_t blocks = 0;
+      uint32_t blocks = 0;
       for (uint32_t m = 0; m < (args.pair ? 1 : args.side_count); ++m) {
         args.sides[m].first_block = blocks;
         blocks += (args.sides[m].w.rows + g.block_rows - 1) / g.block_rows;
@@ -148,7 +148,7 @@ public:
       if (part.writes_up) args.sides[0].out = launcher.scratch_as<float>(Scratch::partial);
       if (part.reads_up) args.up = launcher.scratch_as<float>(Scratch::partial);
       const uint32_t groups = (rows * args.terms + r - 1) / r;
-      launcher.launch(part.kernels[r], {uint32_t(blocks), groups, 1}, g.threads, args, g.lds);
+      launcher.launch(part.kernels[r], {blocks, groups, 1}, g.threads, args, g.lds);
     }
   }
 

@@ -16,7 +16,7 @@ from shim import Buffer, Shim
 
 Floats = npt.NDArray[np.float32]
 
-WAVES, SET, FLOAT_SET, ITEM, EXTRA = 4, 2, 4, 64, 32  # matvec_args.h
+WAVES, SET, FLOAT_SET, ITEM, FLOAT_ITEM, EXTRA = 4, 2, 4, 64, 32, 32  # matvec_args.h
 ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU_ERF = range(4)
 
 
@@ -125,7 +125,7 @@ def run_matvec(
     floats = x is not None
     rows = len(a.q) // o.terms
     bucket = o.bucket or rows
-    lanes_k = shim.wave * ITEM
+    lanes_k = shim.wave * (FLOAT_ITEM if floats and not o.set else ITEM)
     slices = -(-k // lanes_k)
     elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
     set_rows = (o.set or (FLOAT_SET if floats else SET)) * o.steps * WAVES // o.splits

@@ -15,6 +15,7 @@ from matvec_cases import (
     ACT_NONE,
     ACT_SILU,
     EXTRA,
+    FLOAT_ITEM,
     FLOAT_SET,
     ITEM,
     SET,
@@ -50,7 +51,7 @@ def launch(
     k, (rows, used), second = x.shape[1], ids.shape, int(fields.pop("second", 0))
     splits, steps = fields.pop("splits", 1), fields.pop("steps", 1)
     floats = name in ("f32", "f16", "bf16", "exact")
-    columns = shim.wave * ITEM
+    columns = shim.wave * (FLOAT_ITEM if floats and name != "exact" else ITEM)
     slices, pair = -(-k // columns), len(sides) == 2
     set_rows = (FLOAT_SET if floats and name != "exact" else SET) * steps * WAVES // splits
     lds = 4 * slices * (used if second else 1) * set_rows

@@ -155,13 +155,13 @@ struct MatvecWork {
 struct MatvecSlice {
   u32 slice; // of the row
   u32 slot;
-  u64 first_row; // of the matrix that row 0 is, counted through the experts
+  u32 first_row; // of the matrix that row 0 is, counted through the experts
 
   static APU_METHOD MatvecSlice of(const MatvecWork &work, u32 i) {
     if (!work.ids) return {i, 0, 0};
     const u32 slot = i / work.slices, id = u32(work.ids[slot]);
     // Ids are what ROUTE wrote, or anything where it has not run yet.
-    return {i % work.slices, slot, u64(id < work.experts ? id : work.experts - 1) * work.w.rows};
+    return {i % work.slices, slot, (id < work.experts ? id : work.experts - 1) * work.w.rows};
   }
 };
 
@@ -174,7 +174,7 @@ template <u32 kSet> struct WaveRows {
   bool pair, products;
   u32 low, high;
 
-  static APU_METHOD WaveRows of(const MatvecWork &work, u64 first_row, u32 group, u32 groups) {
+  static APU_METHOD WaveRows of(const MatvecWork &work, u32 first_row, u32 group, u32 groups) {
     WaveRows a;
     const u32 rows = work.pair ? kSet / 2 : kSet;
     a.row = work.row_begin + group * rows;
@@ -187,7 +187,7 @@ template <u32 kSet> struct WaveRows {
 #pragma unroll
     for (u32 q = 0; q < kSet; ++q) {
       const u8 *data = work.pair && q % 2 ? work.w2.data : work.w.data;
-      a.first[q] = data + (first_row + a.row_of(0, q)) * u32(work.w.row_stride);
+      a.first[q] = data + u64(first_row + a.row_of(0, q)) * u32(work.w.row_stride);
     }
     a.low = a.high = 0;
     if (!a.products) {
@@ -376,39 +376,44 @@ template <class Format> struct QuantizedProduct {
 template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   constexpr u32 kSet = Product::kSet;
   const u32 begin = block_id_y() * R;
+  const u32 count = a.output_rows ? a.counts->outputs : a.counts->rows; // first and used last: nothing waits for it
   MatvecSide side = a.sides[0];
   bool first = true;
+  if (!a.pair && a.side_count > 1) {
 #pragma unroll
-  for (u32 m = 1; m < kMatvecSides; ++m) {
-    if (a.pair || m >= a.side_count || block_id() < a.sides[m].first_block) continue;
-    side = a.sides[m];
-    first = false;
+    for (u32 m = 1; m < kMatvecSides; ++m) {
+      if (m >= a.side_count || block_id() < a.sides[m].first_block) continue;
+      side = a.sides[m];
+      first = false;
+    }
   }
-  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * kSet,
-            block_rows = a.pair ? set_rows / 2 : set_rows;
-  const u32 row_begin = u32(block_id() - side.first_block) * block_rows;
+  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * kSet;
+  const u32 block_rows = a.pair ? set_rows / 2 : set_rows, row_begin = (block_id() - side.first_block) * block_rows;
   Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
                            ActivationRows{a.in, begin, a.rows - 1});
 
   const float *sums = Product::template sums<R>();
-  const u32 count = (a.output_rows ? a.counts->outputs : a.counts->rows) * a.terms; // read last: nothing waits for it
-  const u32 results = R / a.terms;                                                  // 8 rows of terms are 4 of out
-  for (u32 o = thread_id(); o < block_rows * R; o += kMatvecWaves * kWaveSize) {
-    const u32 j = o % block_rows, t = o / block_rows, n = row_begin + j, row = begin / a.terms + t;
-    if (t >= results || n >= side.w.rows || row >= count / a.terms) continue;
+  const u32 term_shift = a.terms - 1; // 8 rows of two terms are 4 of out
+  for (u32 t = wave_id(); t < R >> term_shift; t += kMatvecWaves) {
+    const u32 row = (begin >> term_shift) + t;
+    if (row >= count) break;
     auto total = [&](u32 i) {
-      float y = matvec_total<R>(sums, a.slices, set_rows, t * a.terms, i);
-      if (a.terms == 2) y += matvec_total<R>(sums, a.slices, set_rows, t * 2 + 1 < R ? t * 2 + 1 : R - 1, i);
+      float y = matvec_total<R>(sums, a.slices, set_rows, t << term_shift, i);
+      if (a.terms == 2) y += matvec_total<R>(sums, a.slices, set_rows, t * 2 + 1, i);
       return y;
     };
-    float y = total(a.pair ? 2 * j : j);
-    if (side.bias) y += side.bias[n];
-    if (a.pair) {
-      float up = total(2 * j + 1);
-      if (a.sides[1].bias) up += a.sides[1].bias[n];
-      y = gated_activation(a.activation, y, up);
+    for (u32 j = lane_id(); j < block_rows; j += kWaveSize) {
+      const u32 n = row_begin + j;
+      if (n >= side.w.rows) break;
+      float y = total(a.pair ? 2 * j : j);
+      if (side.bias) y += side.bias[n];
+      if (a.pair) {
+        float up = total(2 * j + 1);
+        if (a.sides[1].bias) up += a.sides[1].bias[n];
+        y = gated_activation(a.activation, y, up);
+      }
+      matvec_store(a, side, first, row, n, y);
     }
-    matvec_store(a, side, first, row, n, y);
   }
 }
 

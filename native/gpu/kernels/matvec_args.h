@@ -1,28 +1,29 @@
 // The argument of the matvec kernels and the geometry that host and device must agree on.
 //
-// A row's columns are cut into items of 64, an item for each lane of a wave, and so into slices of 64 * wave size
-// columns. Of each slice a wave makes one sum (a fixed tree over its lanes); slices are added in ascending order. That
-// order depends on the type and K alone, so neither the number of activation rows, nor the matrix, nor how waves are
-// assigned changes a bit.
+// A row's columns are cut into items of 64 (of 32 in float matrices), an item for each lane of a wave, and so into
+// slices of 64 * wave size columns. Of each slice a wave makes one sum (a fixed tree over its lanes); slices are added
+// in ascending order. That order depends on the type and K alone, so neither the number of activation rows, nor the
+// matrix, nor how waves are assigned changes a bit.
 #pragma once
 
 #include "common.h"
 
 namespace apu::gpu {
 
-constexpr u32 kMatvecWaves = 4;    // of a block
-constexpr u32 kMatvecSet = 2;      // rows of a matrix that a wave computes at once; a pair's have half of each
-constexpr u32 kFloatSet = 4;       // the same for float matrices and precision "exact"
-constexpr u32 kItemColumns = 64;   // of a lane
-constexpr u32 kMatvecStages = 2;   // sets in LDS where copies are asynchronous, else one
-constexpr u32 kMatvecSides = 4;    // matrices of one launch
-constexpr u32 kRowImageExtra = 32; // bytes of a staged row beside its slice: lead, misalignment and overshoot
+constexpr u32 kMatvecWaves = 4;       // of a block
+constexpr u32 kMatvecSet = 2;         // rows of a matrix that a wave computes at once; a pair's have half of each
+constexpr u32 kFloatSet = 4;          // the same for float matrices and precision "exact"
+constexpr u32 kItemColumns = 64;      // of a lane
+constexpr u32 kFloatItemColumns = 32; // of a lane in a slice of a float matrix
+constexpr u32 kMatvecStages = 2;      // sets in LDS where copies are asynchronous, else one
+constexpr u32 kMatvecSides = 4;       // matrices of one launch
+constexpr u32 kRowImageExtra = 32;    // bytes of a staged row beside its slice: lead, misalignment and overshoot
 
 struct MatvecSide {
   Matrix w;
   const float *bias; // (N) or null
   float *out;        // (T, N)
-  u64 first_block;
+  u32 first_block;
 };
 
 struct MatvecArgs {

@@ -83,8 +83,8 @@ template <class Weights> struct FloatProduct {
         float sum[kSet * R];
 #pragma unroll
         for (u32 v = 0; v < kSet * R; ++v) sum[v] = 0;
-        const u32 begin = part.slice * kWaveSize * kItemColumns;
-        const u32 end = begin + kWaveSize * kItemColumns < k ? begin + kWaveSize * kItemColumns : k;
+        constexpr u32 kSlice = kWaveSize * kFloatItemColumns;
+        const u32 begin = part.slice * kSlice, end = begin + kSlice < k ? begin + kSlice : k;
         if (aligned)
           add<true, R>(w, x, begin, end, sum);
         else
@@ -98,17 +98,36 @@ template <class Weights> struct FloatProduct {
     block_sync();
   }
 
-  // Adds columns [begin, end) of kSet rows to sum[q * R + r].
+  // Adds columns [begin, end) of kSet rows to sum[q * R + r]. Several groups of eight columns are loaded before the
+  // first is needed, as many as there are registers for, without conditions, which would put the loads apart.
   template <bool Aligned, u32 R>
   static APU_METHOD void add(const u8 *const (&w)[kSet], const ActivationRow (&rows)[R], u32 begin, u32 end,
                              float (&sum)[kSet * R]) {
-    constexpr u32 kUnroll = Aligned && R <= 2 ? 2 : 1;
-#pragma unroll kUnroll
-    for (u32 column = begin + 8 * lane_id(); column < end; column += 8 * kWaveSize) {
-      const u32 count = end - column < 8 ? end - column : 8;
-      u32 words[kSet][kWords];
+    constexpr u32 kGroups = !Aligned || R > 4 ? 1 : (R > 2 ? 8 : 16) / kWords, kColumns = kGroups * 8 * kWaveSize;
+    u32 first = begin;
+    if constexpr (Aligned) {
+#pragma unroll 1
+      for (; first + kColumns <= end; first += kColumns) add_groups<kGroups, true, R>(w, rows, first, end, sum);
+    }
+#pragma unroll 1
+    for (first += 8 * lane_id(); first < end; first += 8 * kWaveSize)
+      add_groups<1, Aligned, R>(w, rows, first - 8 * lane_id(), end, sum);
+  }
+
+  template <u32 Groups, bool Aligned, u32 R>
+  static APU_METHOD void add_groups(const u8 *const (&w)[kSet], const ActivationRow (&rows)[R], u32 first, u32 end,
+                                    float (&sum)[kSet * R]) {
+    u32 words[Groups][kSet][kWords];
 #pragma unroll
-      for (u32 q = 0; q < kSet; ++q) load(w[q] + u64(column) * (kWords / 2), count, Aligned, words[q]);
+    for (u32 g = 0; g < Groups; ++g) {
+      const u32 column = first + 8 * (g * kWaveSize + lane_id()), count = end - column < 8 ? end - column : 8;
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) load(w[q] + u64(column) * (kWords / 2), count, Aligned, words[g][q]);
+    }
+    if constexpr (Groups > 1) wave_sync(); // no load is put off to where it is needed
+#pragma unroll
+    for (u32 g = 0; g < Groups; ++g) {
+      const u32 column = first + 8 * (g * kWaveSize + lane_id()), count = end - column < 8 ? end - column : 8;
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         float x[8];
@@ -122,7 +141,7 @@ template <class Weights> struct FloatProduct {
 #pragma unroll
         for (u32 q = 0; q < kSet; ++q) {
           float v[8];
-          Weights::values(words[q], v);
+          Weights::values(words[g][q], v);
 #pragma unroll
           for (u32 i = 0; i < 8; ++i) sum[q * R + r] = fma_f32(v[i], x[i], sum[q * R + r]);
         }
