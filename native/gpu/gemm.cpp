@@ -104,7 +104,9 @@ public:
       g.small = g.large;
     } else if (const Type *t = own(type)) {
       g.small = block(std::string("gemm_") + t->name + "_small", kGemmSmall, *t);
-      g.large = block(std::string("gemm_") + t->name + "_large", staged_ ? kGemmLarge : kGemmDirect, *t);
+      const GemmShape large = staged_ ? kGemmLarge : kGemmDirect;
+      const bool fits = lds_of(large, *t) <= builder_.props().lds_bytes;
+      g.large = fits ? block(std::string("gemm_") + t->name + "_large", large, *t) : g.small;
     } else {
       g.large = block("gemm_any", kGemmAny, {type, "", 1u << 30, 0});
       g.small = g.large;
@@ -200,8 +202,11 @@ private:
                *t = std::find_if(std::begin(kTypes), end, [&](const Type &x) { return x.type == type; });
     return t == end ? nullptr : t;
   }
+  uint32_t lds_of(GemmShape shape, const Type &t) const {
+    return gemm_layout(shape, staged_, t.chunk_columns, staged_ ? t.chunk_bytes : 0).bytes;
+  }
   BlockKernel block(const std::string &name, GemmShape shape, const Type &t) {
-    const uint32_t lds = gemm_layout(shape, staged_, t.chunk_columns, staged_ ? t.chunk_bytes : 0).bytes;
+    const uint32_t lds = lds_of(shape, t);
     return {builder_.kernel(name, lds), shape, lds};
   }
   // Scales of all rows, then halves.

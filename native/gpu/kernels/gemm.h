@@ -1,13 +1,19 @@
 // GEMM: y (T,N) = activations (T,K) times weights (N,K) of any type, for more rows than a matvec takes.
 //
-// A block makes a tile of the result. Activations come as halves from a pass over the input (gemm_rows.h), with a power
-// of two for each row kept apart. Weights are read as they lie in the file, once for each tile of rows: 32 columns of
-// a row to a thread, which unpacks them to halves in LDS while the matrix units work on the step before. Where the
-// hardware copies to LDS in the background (`staged`) the file's bytes pass through LDS too, 16 at a time whatever
-// their alignment.
+// A block makes a tile of the result. Activations come as halves from a pass over the input (gemm_rows.hip), with a
+// power of two for each row kept apart. Weights are read as they lie in the file, once for each tile of rows: 16 or 32
+// columns of a row to a thread, which unpacks them to halves in LDS while the matrix units work on the step before.
+// Where the hardware copies to LDS in the background (`Staged`) the file's bytes pass through LDS too, 16 at a time
+// whatever their alignment. One barrier a step: B has two buffers, A as many as copies need.
 //
 // A result's bits depend on its own row and on the weights: products are summed in float in the order of columns, in
-// splits that follow from N and K alone. One barrier a step: B has two buffers, A as many as copies need.
+// splits that follow from N, K and the device alone.
+//
+// Bytes moved: weights once for each tile of rows (256; 128 without staging; 64 of small blocks), halves of activations
+// once for each tile of columns (128; 64), 4 T N of results. Measured on an H200, 512 rows at 14336x4096, as a share of
+// torch's bf16 product (480 TFLOP/s): Q4_0 .58, Q2_K .56, MXFP4 .56, Q4_K .53, F16 .53, Q8_0 .52, BF16 .51, Q6_K .51,
+// Q5_K .49, IQ2_XXS .48. On gfx1151 a wave's step is 16 WMMA (512 cycles) to about 65 VALU instructions of Q4_0, 110 of
+// Q4_K: a WMMA to 18 bytes of either, six waves a SIMD.
 #pragma once
 
 #include "activation.h"
