@@ -103,8 +103,8 @@ public:
       g.large.shape = {kFloatTile, kFloatTile, 16, 4};
       g.small = g.large;
     } else if (const Type *t = own(type)) {
-      g.small = block(std::string("gemm_") + t->name + "_small", kGemmSmall, *t);
-      const GemmShape large = staged_ ? kGemmLarge : kGemmDirect;
+      g.small = block(std::string("gemm_") + t->name + "_small", staged_ ? kGemmSmall : kGemmSmallDirect, *t);
+      const GemmShape large = staged_ ? kGemmLarge : kGemmLargeDirect;
       const bool fits = lds_of(large, *t) <= builder_.props().lds_bytes;
       g.large = fits ? block(std::string("gemm_") + t->name + "_large", large, *t) : g.small;
     } else {

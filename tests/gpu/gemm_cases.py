@@ -43,13 +43,9 @@ class Shape:
         return size
 
 
-SMALL, LARGE, DIRECT, ANY = (
-    Shape(64, 64, 64, 16),
-    Shape(256, 128, 64, 32),
-    Shape(128, 128, 32, 16),
-    Shape(64, 64, 64, 16),
-)
-FLOAT = Shape(64, 64, 16, 4)
+SMALL, LARGE = Shape(64, 64, 64, 32), Shape(256, 128, 64, 32)
+SMALL_DIRECT, LARGE_DIRECT = Shape(64, 64, 64, 16), Shape(128, 128, 32, 16)
+ANY, FLOAT = Shape(64, 64, 64, 16), Shape(64, 64, 16, 4)
 
 
 def kernel_of(dtype: Q, large: bool, staged: bool, exact: bool = False) -> tuple[str, Shape, int]:
@@ -58,7 +54,7 @@ def kernel_of(dtype: Q, large: bool, staged: bool, exact: bool = False) -> tuple
         return "gemm_f32", FLOAT, 0
     if dtype not in OWN:
         return "gemm_any", ANY, ANY.lds(staged, 1 << 30, 0)
-    shape = SMALL if not large else LARGE if staged else DIRECT
+    shape = (LARGE if large else SMALL) if staged else LARGE_DIRECT if large else SMALL_DIRECT
     elements, size = gguf.GGML_QUANT_SIZES[dtype]
     chunk = (64, 128) if dtype in FLOAT_TYPES else (256, 256 // elements * size)
     return (

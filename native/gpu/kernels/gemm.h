@@ -378,13 +378,14 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   }
 };
 
-constexpr GemmShape kLargeShape = kStagedTiles ? kGemmLarge : kGemmDirect;
+constexpr GemmShape kSmallShape = kStagedTiles ? kGemmSmall : kGemmSmallDirect;
+constexpr GemmShape kLargeShape = kStagedTiles ? kGemmLarge : kGemmLargeDirect;
 template <class Weights, GemmShape s> using GemmOf = Gemm<Weights, s.rows, s.columns, s.depth, s.unit, kStagedTiles>;
 
 // The kernels of a type: small blocks, for few rows of activations, and large ones.
 #define APU_GEMM(type, ...)                                                                                            \
-  APU_KERNEL((kGemmSmall.threads())) void gemm_##type##_small(GemmArgs g) {                                            \
-    GemmOf<__VA_ARGS__, kGemmSmall>(g).run();                                                                          \
+  APU_KERNEL((kSmallShape.threads())) void gemm_##type##_small(GemmArgs g) {                                           \
+    GemmOf<__VA_ARGS__, kSmallShape>(g).run();                                                                         \
   }                                                                                                                    \
   APU_KERNEL((kLargeShape.threads())) void gemm_##type##_large(GemmArgs g) {                                           \
     GemmOf<__VA_ARGS__, kLargeShape>(g).run();                                                                         \

@@ -90,8 +90,8 @@ struct GemmShape {
 };
 // Where copies to LDS run in the background (NVIDIA) blocks are large and weights are staged as they are in the file.
 // Elsewhere 64 KiB of LDS hold the tiles alone, and threads read their weights themselves.
-constexpr GemmShape kGemmSmall{64, 64, 64, 16}, kGemmLarge{256, 128, 64, 32};
-constexpr GemmShape kGemmDirect{128, 128, 32, 16};
+constexpr GemmShape kGemmSmall{64, 64, 64, 32}, kGemmLarge{256, 128, 64, 32};
+constexpr GemmShape kGemmSmallDirect{64, 64, 64, 16}, kGemmLargeDirect{128, 128, 32, 16};
 constexpr GemmShape kGemmAny{64, 64, 64, 16}; // of types that have no kernels of their own
 
 // Rows after the last one of `a` that may be read.
