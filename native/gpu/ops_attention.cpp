@@ -1,6 +1,6 @@
 // ATTENTION: which kernels take a step's sequences, and the memory that they share.
 //
-// F16 and Q8_0 caches of heads up to 128 go through matrix tiles: sequences with up to kFewRows rows in the step in
+// F16 and Q8_0 caches of heads of 32 to 256 go through matrix tiles: sequences with up to kFewRows rows in the step in
 // spans of their contexts, the others in blocks of rows. Everything else goes through FMA, in spans. Which kernel a row
 // meets depends on its own sequence alone, never on the rest of the step.
 #include "gpu/kernels/attention_args.h"
@@ -23,6 +23,11 @@ struct Lds {
 template <u32 Most> Lds lds_of(uint32_t wave_size) {
   if (wave_size == 64) return {kSpanLds<Most, 4>, kRowsLds<Most, 4>};
   return {kSpanLds<Most, 8>, kRowsLds<Most, 8>};
+}
+
+// Columns of a wave's tiles in the kernels by spans (kTileFew).
+uint32_t few_vectors(const DriverProps &props) {
+  return props.arch.rfind("sm_", 0) == 0 ? 8 : kTileVectors;
 }
 
 bool aligned16(const PagedState &s) {
@@ -59,7 +64,7 @@ public:
       launcher.launch(span_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kAttentionThreads, args, span_lds_);
     }
     if (!rows_.function || bucket.rows <= kFewRows) return;
-    split(args, kTileVectors * waves_);
+    split(args, rows_vectors_);
     args.min_rows = kFewRows + 1;
     args.max_rows = ~0u;
     args.slots = 0;
@@ -72,17 +77,20 @@ private:
   void choose(Builder &b) {
     const PagedState &k = args_.k_state, &v = args_.v_state;
     const uint32_t d = k.head_size, dv = v.head_size, wave_size = b.props().wave_size;
-    waves_ = kAttentionThreads / wave_size;
+    const uint32_t waves = kAttentionThreads / wave_size;
     const bool aligned = aligned16(k) && aligned16(v);
-    const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 && dv % 8 == 0;
-    if (tiles && std::max(d, dv) <= 128) {
-      const uint32_t most = std::max(d, dv) <= 64 ? 64 : 128;
-      const Lds lds = most == 64 ? lds_of<64>(wave_size) : lds_of<128>(wave_size);
+    const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 && d >= 32 && dv % 16 == 0;
+    if (tiles && std::max(d, dv) <= 256) {
+      const uint32_t most = std::max(d, dv) <= 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
+      const Lds lds = most == 64    ? lds_of<64>(wave_size)
+                      : most == 128 ? lds_of<128>(wave_size)
+                                    : lds_of<256>(wave_size);
       const std::string name = std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + std::to_string(most);
       span_ = b.kernel("attention_span_" + name, lds.span);
       rows_ = b.kernel("attention_rows_" + name, lds.rows);
       span_lds_ = lds.span, rows_lds_ = lds.rows;
-      split(args_, kTileVectors);
+      rows_vectors_ = kTileVectors * waves / (most > 128 ? 2 : 1);
+      split(args_, few_vectors(b.props()));
       args_.max_rows = kFewRows;
     } else {
       auto bytes = [&](uint32_t vectors) { return uint32_t(sizeof(float)) * (vectors * (d + dv + kPageRows + 3) + 1); };
@@ -131,7 +139,7 @@ private:
   AttentionArgs args_{}; // of the kernel by spans
   Kernel span_, rows_;   // rows_ is null where spans are for all
   uint32_t span_lds_ = 0, rows_lds_ = 0;
-  uint32_t waves_ = 0, max_sequences_ = 0, most_blocks_ = 0;
+  uint32_t rows_vectors_ = 0, max_sequences_ = 0, most_blocks_ = 0;
 };
 
 } // namespace

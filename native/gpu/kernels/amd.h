@@ -55,6 +55,9 @@ APU_DEVICE void wave_sync() {
   __builtin_amdgcn_wave_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
+APU_DEVICE void keep_order() {
+  __builtin_amdgcn_sched_barrier(0);
+}
 APU_DEVICE void device_fence() {
   __builtin_amdgcn_fence(__ATOMIC_SEQ_CST, "agent");
 }

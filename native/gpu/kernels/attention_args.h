@@ -58,23 +58,26 @@ struct AttentionArgs {
   u32 *counters;   // (T, K, head chunks), zero
 };
 
-// Kernels on matrix tiles: 16 query vectors a wave, 32 positions at a time, head sizes up to `most` (64, 128, 256).
+// Kernels on matrix tiles: up to 16 query vectors a wave, 32 positions at a time, head sizes up to `Most`.
 constexpr u32 kTileVectors = 16;
 constexpr u32 kTileKeys = 32;
 constexpr u32 kAttentionThreads = 256;
+constexpr u32 kAccPad = 4; // floats between accumulators in LDS
 // Halves between queries in LDS: an odd multiple of 32, so that quads of lanes meet no bank twice.
 template <u32 Most> constexpr u32 kQueryStride = Most / 32 % 2 ? Most : Most + 32;
-// 32-bit words of a wave's scores (16, 33) f32, exponentials (16, 32) f16 and factors (16).
-constexpr u32 kScoreRow = kTileKeys + 1;
-constexpr u32 kWaveWords = kTileVectors * kScoreRow + kTileVectors * kTileKeys / 2 + kTileVectors;
-// Of a span's LDS: queries and the waves' own, then the waves' accumulators.
-template <u32 Most, u32 Waves> constexpr u32 kOwnWords = kTileVectors * kQueryStride<Most> / 2 + Waves * kWaveWords;
+// Values of heads above 128 are halved between two waves, which make the same scores.
+template <u32 Most> constexpr u32 kWaveParts = Most > 128 ? 2 : 1;
+template <u32 Most> constexpr u32 kWaveTiles = Most / 16 / kWaveParts<Most>;
+// Of a span's LDS: at least one wave's accumulators.
 template <u32 Most, u32 Waves>
-constexpr u32 kSpanWords = kOwnWords<Most, Waves> > kTileVectors *Most ? kOwnWords<Most, Waves> : kTileVectors * Most;
+constexpr u32 kSpanWords = kTileVectors * (Most + kAccPad) *
+                           (Most <= 64    ? (Waves < 6 ? Waves : 6)
+                            : Most <= 128 ? 3
+                                          : 1);
 template <u32 Most, u32 Waves>
 constexpr u32 kSpanLds = 4 * (kTileVectors * Most + 2 * kTileVectors * (Waves + 1) + 4 + kSpanWords<Most, Waves>);
 template <u32 Most, u32 Waves>
-constexpr u32 kRowsLds = 4 * Waves * (kTileVectors * kQueryStride<Most> / 2 + kWaveWords);
+constexpr u32 kRowsLds = 2 * Waves / kWaveParts<Most> * kTileVectors * kQueryStride<Most>;
 
 // Of one part: maxima (vectors), sums (vectors), accumulators (vectors, dv); whole cache lines, because a line that two
 // blocks share could be stale in one's cache.

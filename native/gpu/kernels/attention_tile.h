@@ -1,9 +1,9 @@
 // Attention on matrix tiles over F16 and Q8_0 caches: one wave, 16 query vectors, 32 positions at a time.
 //
-// S (16 vectors, 32 positions) = Q K^T, an online softmax in float32 with two or four lanes a vector, O (16, dv) += P
-// V. Keys and values go from device memory straight into the tiles' registers, 16 bytes a lane, each element once; Q8_0
-// becomes halves on the way (values times scales, rounded to a half). Queries and the exponentials are halves in LDS,
-// scores and sums float32. Scores are in units of log 2.
+// S^T (32 positions, vectors) = K Q^T, an online softmax in float32 down its columns, O^T (dv, vectors) += V^T P^T.
+// Keys and values are the rows of A and go from device memory straight into registers, 16 bytes a lane, each element
+// once; Q8_0 becomes halves on the way (quants times scales, rounded to a half). Exponentials become B where they are,
+// since the order of the keys among S's rows is chosen so. Queries are halves in LDS. Scores are in units of log 2.
 #pragma once
 
 #include "attention_items.h"
@@ -12,36 +12,26 @@
 namespace apu::gpu {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr u32 kLanesOfVector = kWaveSize / kTileVectors;
-constexpr u32 kKeysOfLane = kTileKeys / kLanesOfVector;
 
-struct WaveLds { // of one wave
-  float *scores; // (16, 33)
-  u32 *weights;  // (16, 16) pairs of exponentials
-  float *shrink; // (16)
-};
-APU_DEVICE WaveLds wave_lds(float *words) {
-  WaveLds lds;
-  lds.scores = words;
-  lds.weights = reinterpret_cast<u32 *>(words + kTileVectors * kScoreRow);
-  lds.shrink = words + kTileVectors * kScoreRow + kTileVectors * kTileKeys / 2;
-  return lds;
-}
-
-// What a lane knows of its vector (row lane / kLanesOfVector): the positions it sees, its maximum, its part of the sum.
-struct VectorState {
-  u32 low, high; // low > high: none
-  float max, sum;
+// What a lane knows of the vectors in its columns: the positions they see, their maxima, its rows' part of their sums.
+template <bool Few> struct Columns {
+  static constexpr u32 count = Few ? kTileFewOwn : kTileOwn, registers = Few ? kTileFewRegisters : kTileRegisters;
+  u32 low[count], high[count]; // low > high: none
+  float max[count], sum[count];
 };
 
-APU_DEVICE VectorState vector_state(const AttentionArgs &a, const Item &item, u32 first_vector) {
-  const u32 vector = first_vector + lane_id() / kLanesOfVector;
-  VectorState v = {1, 0, kMinusInfinity, 0.0f};
-  if (vector < item.rows * item.heads) {
-    v.high = item.position + vector / item.heads;
-    v.low = lowest_position(a, v.high);
+template <bool Few> APU_DEVICE Columns<Few> begin_columns(const AttentionArgs &a, const Item &item, u32 first_vector) {
+  Columns<Few> out;
+#pragma unroll
+  for (u32 j = 0; j < out.count; ++j) {
+    const u32 vector = first_vector + tile_own_column(j);
+    const bool real = vector < item.rows * item.heads;
+    out.high[j] = real ? item.position + vector / item.heads : 0;
+    out.low[j] = real ? lowest_position(a, out.high[j]) : 1;
+    out.max[j] = kMinusInfinity;
+    out.sum[j] = 0.0f;
   }
-  return v;
+  return out;
 }
 
 // Four signed bytes as two pairs of halves: 1024 + 128 + b is a half with the byte in its low bits.
@@ -54,27 +44,13 @@ APU_DEVICE void bytes_to_halves(u32 bytes, u32 *pairs) {
 APU_DEVICE u32x4 load16_shared(const void *p) {
   return *static_cast<const u32x4 *>(p);
 }
-// 2 * kTileDepth neighbouring elements; `count` of them, a multiple of 8, exist, the others are 0.
-APU_DEVICE void load_halves(const u16 *from, u32 *words, u32 count = 2 * kTileDepth) {
+// 2 * kTileDepth neighbouring elements of device memory.
+APU_DEVICE void load_halves(const u8 *from, u32 *words) {
 #pragma unroll
   for (u32 i = 0; i < kTileDepth; i += 4) {
-    u32x4 v = {0, 0, 0, 0};
-    if (2 * i < count) v = load16(from + 2 * i);
+    const u32x4 v = load16(from + 4 * i);
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) words[i + j] = v[j];
-  }
-}
-// Rows of a matrix of halves in LDS, its 32 columns from `from` on.
-APU_DEVICE void load_line_halves(TileLines &lines, const u16 *from, u32 stride) {
-#pragma unroll
-  for (u32 i = 0; i < kTileLines; ++i) {
-    const u16 *row = from + tile_line_row(i) * stride + tile_line_begin();
-#pragma unroll
-    for (u32 j = 0; j < kTileDepth; j += 4) {
-      const u32x4 v = load16_shared(row + 2 * j);
-#pragma unroll
-      for (u32 w = 0; w < 4; ++w) lines.v[i][j + w] = v[w];
-    }
   }
 }
 APU_DEVICE void load_bytes(const u8 *from, u32 *words) {
@@ -94,185 +70,240 @@ APU_DEVICE void cut_line(u32 *words, u32 begin, u32 end) {
   }
 }
 
-// Elements [32 c, 32 c + 32) of positions [r, r + 16) of a page.
-template <u32 Type> APU_DEVICE void load_keys(TileLines &lines, const u8 *part, u32 r, u32 c, u32 d) {
-  const u32 begin = 32 * c + tile_line_begin();
+// Queries' columns [32 c, 32 c + 32) of LDS (vectors, kQueryStride) as B.
+template <u32 Most, bool Few> APU_DEVICE void load_vectors(TileB (&b)[2], const u16 *q, u32 c) {
+  TileLines lines = {};
+#pragma unroll
+  for (u32 i = 0; i < (Few ? 1 : kTileLines); ++i) {
+    const u16 *row = q + tile_line_row(i) * kQueryStride<Most> + 32 * c + tile_line_begin();
+#pragma unroll
+    for (u32 j = 0; j < kTileDepth; j += 4) {
+      const u32x4 v = load16_shared(row + 2 * j);
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) lines.v[i][j + w] = v[w];
+    }
+  }
+  tile_lines_b(b, lines);
+}
+
+// Where the 32 elements of chunk c begin: the last chunk of a head overlaps the one before, and queries are 0 there.
+APU_DEVICE u32 chunk_begin(u32 c, u32 d) {
+  return 32 * c < d - 32 ? 32 * c : d - 32;
+}
+
+// Chunk c of the positions of a page from r on that are the rows of tile t of S^T. Addresses are a part that is the
+// same in all lanes and a lane's own that all chunks share.
+template <u32 Type> APU_DEVICE void load_keys(TileLines &lines, const u8 *part, u32 r, u32 t, u32 c, u32 d) {
+  constexpr u32 bytes = Type == kF16 ? 2 : 1;
+  const u32 begin = chunk_begin(c, d);
+  const u8 *from = part + (r * d + begin) * bytes;
 #pragma unroll
   for (u32 i = 0; i < kTileLines; ++i) {
-    const u32 row = r + tile_line_row(i);
+    const u32 row = tile_line_index(t, tile_line_row(i)), at = (row * d + tile_line_begin()) * bytes;
     if constexpr (Type == kF16) {
-      load_halves(reinterpret_cast<const u16 *>(part) + row * d + begin, lines.v[i], begin < d ? d - begin : 0);
+      load_halves(from + at, lines.v[i]);
     } else {
-      load_bytes(part + row * d + begin, lines.v[i]);
-      const u16 *scales = reinterpret_cast<const u16 *>(part + kPageRows * d);
-      const u32 scale = scales[kv_scale_index<false>(row, c, d)], pair = scale | scale << 16;
+      load_bytes(from + at, lines.v[i]);
+      const u32 blocks = d / kScaleBlock;
+      const u8 *scales = part + kPageRows * d + (r * blocks + begin / kScaleBlock) * 2;
+      const u32 scale = *reinterpret_cast<const u16 *>(scales + row * blocks * 2), pair = scale | scale << 16;
 #pragma unroll
       for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pair);
     }
   }
 }
 
-// Elements [16 n, 16 n + 16) of positions [r, r + 32) of a page; those behind dv repeat the last.
+// Elements [16 n, 16 n + 16) of positions [r, r + 32) of a page; behind dv something that exists.
 template <u32 Type> APU_DEVICE void load_values(TileLines &lines, const u8 *part, u32 r, u32 n, u32 dv) {
-  const u32 tile = r / kValueTile, begin = tile_line_begin();
+  constexpr u32 bytes = Type == kF16 ? 2 : 1;
+  const u32 tile = r / kValueTile, first = 16 * n < dv ? 16 * n : 0;
+  const u8 *from = part + (tile * dv + first) * kValueTile * bytes;
+  const u8 *scales = part + kPageRows * dv + (tile * (dv / kScaleBlock) + first / kScaleBlock) * kValueTile * 2;
 #pragma unroll
   for (u32 i = 0; i < kTileLines; ++i) {
-    u32 m = 16 * n + tile_line_row(i);
-    m = m < dv ? m : dv - 1;
-    const u32 at = (tile * dv + m) * kValueTile + begin;
+    const u32 at = (tile_line_row(i) * kValueTile + tile_line_begin()) * bytes;
     if constexpr (Type == kF16) {
-      load_halves(reinterpret_cast<const u16 *>(part) + at, lines.v[i]);
+      load_halves(from + at, lines.v[i]);
     } else {
-      load_bytes(part + at, lines.v[i]);
-      const u16 *scales = reinterpret_cast<const u16 *>(part + kPageRows * dv);
-      TileLines pairs;
-      load_halves(scales + kv_scale_index<true>(r, n / 2, dv) + begin, pairs.v[0]);
+      load_bytes(from + at, lines.v[i]);
+      u32 pairs[kTileDepth];
+      load_halves(scales + tile_line_begin() * 2, pairs);
 #pragma unroll
-      for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pairs.v[0][j]);
+      for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pairs[j]);
     }
   }
 }
 
-// Vectors [first, first + 16) of the item, times the scale, as halves in LDS (16, kQueryStride); zero behind d and
-// behind the last vector. By one wave.
+// Vectors [first, first + count) of the item, times the scale, as halves in LDS (count, kQueryStride), chunk by chunk;
+// zero behind d, where chunks overlap, and behind the last vector. By threads begin, begin + step, ...
 template <u32 Most>
-APU_DEVICE void load_queries(const AttentionArgs &a, const Item &item, u32 first, u32 step, u32 begin, u16 *to) {
+APU_DEVICE void store_queries(const AttentionArgs &a, const Item &item, u32 first, u32 count, u32 begin, u32 step,
+                              u16 *to) {
   const u32 d = a.k_state.head_size, vectors = item.rows * item.heads;
   const float scale = a.cap != 0.0f ? a.scale : a.scale * kLog2E;
-  for (u32 i = begin; i < kTileVectors * Most; i += step) {
-    const u32 vector = first + i / Most, m = i % Most;
-    float x = 0.0f;
-    if (vector < vectors && m < d) {
+  for (u32 i = begin; i < count * Most / 2; i += step) {
+    const u32 v = i / (Most / 2), vector = first + v, slot = i % (Most / 2) * 2, own = slot / 32 * 32;
+    const u32 m = chunk_begin(slot / 32, d) + slot % 32;
+    u32 pair = 0;
+    if (vector < vectors && m >= own) { // heads are even
       const u32 row = item.row + vector / item.heads, head = item.first_head + vector % item.heads;
-      x = a.q[(u64(row) * a.heads + head) * d + m] * scale;
+      const float *x = a.q + (u64(row) * a.heads + head) * d + m;
+      pair = u32(float_to_half(x[0] * scale)) | u32(float_to_half(x[1] * scale)) << 16;
     }
-    to[i / Most * kQueryStride<Most> + m] = float_to_half(x);
+    reinterpret_cast<u32 *>(to)[(v * kQueryStride<Most> + slot) / 2] = pair;
   }
 }
 
-// Exponentials of a tile's scores, in place of them as halves; `base` is the tile's first position.
-APU_DEVICE void softmax_tile(const AttentionArgs &a, const WaveLds &lds, u32 base, VectorState &state) {
-  const u32 row = lane_id() / kLanesOfVector, first = lane_id() % kLanesOfVector * kKeysOfLane;
-  const float *scores = lds.scores + row * kScoreRow + first;
-  float s[kKeysOfLane], most = kMinusInfinity;
+// Scores become exponentials; shrink is what the vectors' earlier ones are to be multiplied with. `base` is the tiles'
+// first position; `seen`: all vectors see all of them.
+template <bool Few>
+APU_DEVICE void softmax_columns(const AttentionArgs &a, TileC (&s)[2], u32 base, bool seen, Columns<Few> &state,
+                                float (&shrink)[Columns<Few>::count]) {
+  constexpr u32 registers = Columns<Few>::registers, count = Columns<Few>::count;
+  if (a.cap != 0.0f) {
 #pragma unroll
-  for (u32 j = 0; j < kKeysOfLane; ++j) {
-    const u32 position = base + first + j;
-    float x = scores[j];
-    if (a.cap != 0.0f) x = soft_cap(x, a.cap) * kLog2E;
-    s[j] = position >= state.low && position <= state.high ? x : kMinusInfinity;
-    most = max_f32(most, s[j]);
+    for (u32 t = 0; t < 2; ++t)
+#pragma unroll
+      for (u32 i = 0; i < registers; ++i) s[t].v[i] = soft_cap(s[t].v[i], a.cap) * kLog2E;
+  }
+  if (!seen) {
+#pragma unroll
+    for (u32 t = 0; t < 2; ++t)
+#pragma unroll
+      for (u32 i = 0; i < registers; ++i) {
+        const u32 position = base + tile_line_index(t, tile_row(i)), j = tile_own(i);
+        s[t].v[i] = position >= state.low[j] && position <= state.high[j] ? s[t].v[i] : kMinusInfinity;
+      }
+  }
+  float max[count], sum[count];
+#pragma unroll
+  for (u32 j = 0; j < count; ++j) {
+    max[j] = state.max[j];
+    sum[j] = 0.0f;
   }
 #pragma unroll
-  for (u32 mask = 1; mask < kLanesOfVector; mask *= 2) most = max_f32(most, wave_shuffle_xor(most, mask));
-  const float max = max_f32(state.max, most), from = max == kMinusInfinity ? 0.0f : max;
-  const float shrink = exp2_f32(state.max - from);
-  float sum = 0.0f;
-  u32 *weights = lds.weights + (row * kTileKeys + first) / 2;
+  for (u32 t = 0; t < 2; ++t)
 #pragma unroll
-  for (u32 j = 0; j < kKeysOfLane; j += 2) {
-    const float x = exp2_f32(s[j] - from), y = exp2_f32(s[j + 1] - from);
-    sum += x + y;
-    weights[j / 2] = u32(float_to_half(x)) | u32(float_to_half(y)) << 16;
+    for (u32 i = 0; i < registers; ++i) max[tile_own(i)] = max_f32(max[tile_own(i)], s[t].v[i]);
+  float from[count];
+#pragma unroll
+  for (u32 j = 0; j < count; ++j) {
+    max[j] = tile_column_max(max[j]);
+    from[j] = max[j] == kMinusInfinity ? 0.0f : max[j];
+    shrink[j] = exp2_f32(state.max[j] - from[j]);
+    state.max[j] = max[j];
   }
-  state.sum = fma_f32(state.sum, shrink, sum);
-  state.max = max;
-  if (first == 0) lds.shrink[row] = shrink;
+#pragma unroll
+  for (u32 t = 0; t < 2; ++t)
+#pragma unroll
+    for (u32 i = 0; i < registers; ++i) {
+      s[t].v[i] = exp2_f32(s[t].v[i] - from[tile_own(i)]);
+      sum[tile_own(i)] += s[t].v[i];
+    }
+#pragma unroll
+  for (u32 j = 0; j < count; ++j) state.sum[j] = fma_f32(state.sum[j], shrink[j], sum[j]);
 }
 
-// Adds positions [base, base + 32) to a wave's vectors; those from `end` on may hold anything. `q` (16, kQueryStride).
-template <u32 Type, u32 Most>
-APU_DEVICE void attend_tile(const AttentionArgs &a, u32 head, u32 page, u32 base, u32 end, const u16 *q,
-                            const WaveLds &lds, VectorState &state, TileC (&o)[Most / 16]) {
+template <bool Few> APU_DEVICE void multiply(TileC &c, const TileA &a, const TileB &b) {
+  if constexpr (Few)
+    tile_multiply_few(c, a, b);
+  else
+    tile_multiply(c, a, b);
+}
+
+// Adds positions [base, base + 32) of a page to a wave's vectors, tiles [first_tile, ...) of their values; positions
+// from `end` on may hold anything. `q`: the vectors' queries in LDS.
+template <u32 Type, u32 Most, bool Few>
+APU_DEVICE void attend_tile(const AttentionArgs &a, u32 head, u32 page, u32 base, u32 end, bool seen, const u16 *q,
+                            u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>]) {
   const u32 d = a.k_state.head_size, dv = a.v_state.head_size, r = base % kPageRows;
   const u8 *k = page_part(a.k_state, page, head), *v = page_part(a.v_state, page, head);
-  // As many values as registers can hold are on their way while the scores are made.
-  constexpr u32 of_tile = kTileLines * kTileDepth, room = (Most > 128 ? 0 : kTileDepth >= 8 ? 32 : 64) / of_tile;
-  constexpr u32 ahead = room < Most / 16 ? room : Most / 16;
+  // What is on its way at once: as much as registers hold beside the accumulators.
+  constexpr u32 room = kTileLoads / (kTileLines * kTileDepth);
+  constexpr u32 group = room < 4 ? 1 : room / 2 < Most / 32 ? room / 2 : Most / 32;
+  constexpr u32 ahead = room < kWaveTiles<Most> ? room : kWaveTiles<Most>;
 
   TileC s[2];
   tile_zero(s[0]);
   tile_zero(s[1]);
 #pragma unroll
-  for (u32 c = 0; c < Most / 32; ++c) {
-    if (32 * c < d) {
-      TileLines lines;
-      TileA vectors[2];
-      TileB keys[2];
-      load_line_halves(lines, q + 32 * c, kQueryStride<Most>);
-      tile_lines_a(vectors, lines);
+  for (u32 first = 0; first < Most / 32; first += group) {
+    TileLines keys[group][2];
+#pragma unroll
+    for (u32 c = 0; c < group; ++c)
+#pragma unroll
+      for (u32 t = 0; t < 2; ++t) load_keys<Type>(keys[c][t], k, r, t, first + c, d);
+#pragma unroll
+    for (u32 c = 0; c < group; ++c) {
+      TileB vectors[2];
+      load_vectors<Most, Few>(vectors, q, first + c);
 #pragma unroll
       for (u32 t = 0; t < 2; ++t) {
-        load_keys<Type>(lines, k, r + 16 * t, c, d);
-        tile_lines_b(keys, lines);
-        tile_multiply(s[t], vectors[0], keys[0]);
-        tile_multiply(s[t], vectors[1], keys[1]);
+        TileA rows[2];
+        tile_lines_a(rows, keys[c][t]);
+        multiply<Few>(s[t], rows[0], vectors[0]);
+        multiply<Few>(s[t], rows[1], vectors[1]);
       }
     }
+    keep_order();
   }
-  TileLines values[ahead + 1];
+  TileLines values[ahead];
 #pragma unroll
-  for (u32 n = 0; n < ahead; ++n)
-    if (16 * n < dv) load_values<Type>(values[n], v, r, n, dv);
+  for (u32 n = 0; n < ahead; ++n) load_values<Type>(values[n], v, r, first_tile + n, dv);
+
+  float shrink[Columns<Few>::count];
+  softmax_columns<Few>(a, s, base, seen, state, shrink);
 #pragma unroll
-  for (u32 t = 0; t < 2; ++t)
+  for (u32 n = 0; n < kWaveTiles<Most>; ++n)
 #pragma unroll
-    for (u32 i = 0; i < kTileRegisters; ++i) lds.scores[tile_row(i) * kScoreRow + 16 * t + tile_column(i)] = s[t].v[i];
-  wave_sync();
-  softmax_tile(a, lds, base, state);
-  wave_sync();
-  float shrink[kTileRegisters];
-  bool shrinks = false;
+    for (u32 i = 0; i < Columns<Few>::registers; ++i) o[n].v[i] *= shrink[tile_own(i)];
+  TileB weights[2];
+  tile_products_b(weights[0], s[0]);
+  tile_products_b(weights[1], s[1]);
 #pragma unroll
-  for (u32 i = 0; i < kTileRegisters; ++i) {
-    shrink[i] = lds.shrink[tile_row(i)];
-    shrinks |= shrink[i] != 1.0f;
-  }
-  if (wave_any(shrinks)) {
+  for (u32 first = 0; first < kWaveTiles<Most>; first += ahead) {
+    if (first > 0) {
 #pragma unroll
-    for (u32 n = 0; n < Most / 16; ++n)
-#pragma unroll
-      for (u32 i = 0; i < kTileRegisters; ++i) o[n].v[i] *= shrink[i];
-  }
-  TileLines lines;
-  TileA weights[2];
-  load_line_halves(lines, reinterpret_cast<const u16 *>(lds.weights), kTileKeys);
-  tile_lines_a(weights, lines);
-#pragma unroll
-  for (u32 n = 0; n < Most / 16; ++n) {
-    if (16 * n < dv) {
-      if (n < ahead)
-        lines = values[n < ahead ? n : 0];
-      else
-        load_values<Type>(lines, v, r, n, dv);
-      if (base + kTileKeys > end) { // what lies there is not written yet, and may be NaN
-#pragma unroll
-        for (u32 i = 0; i < kTileLines; ++i) cut_line(lines.v[i], tile_line_begin(), end - base);
-      }
-      TileB columns[2];
-      tile_lines_b(columns, lines);
-      tile_multiply(o[n], weights[0], columns[0]);
-      tile_multiply(o[n], weights[1], columns[1]);
+      for (u32 n = 0; n < ahead; ++n) load_values<Type>(values[n], v, r, first_tile + first + n, dv);
     }
+    if (base + kTileKeys > end) { // what lies there is not written yet, and may be NaN
+#pragma unroll
+      for (u32 n = 0; n < ahead; ++n)
+#pragma unroll
+        for (u32 i = 0; i < kTileLines; ++i) cut_line(values[n].v[i], tile_line_begin(), end - base);
+    }
+#pragma unroll
+    for (u32 n = 0; n < ahead; ++n) {
+      TileA rows[2];
+      tile_lines_a(rows, values[n]);
+      multiply<Few>(o[first + n], rows[0], weights[0]);
+      multiply<Few>(o[first + n], rows[1], weights[1]);
+    }
+    keep_order();
   }
-  wave_sync(); // before the next tile's scores
+}
+
+// Whether vectors of positions [low, high] all see [base, base + 32).
+APU_DEVICE bool all_seen(const AttentionArgs &a, u32 low, u32 high, u32 base) {
+  return base + kTileKeys <= low + 1 && base >= lowest_position(a, high);
 }
 
 // ---- few rows of a sequence: a block takes a span, waves every so many tiles of it
 // -----------------------------------
 
 template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
-  constexpr u32 waves = kAttentionThreads / kWaveSize, together = kSpanWords<Most, waves> / (kTileVectors * Most);
-  const u32 wave = wave_uniform(wave_id());
-  float *acc = reinterpret_cast<float *>(dynamic_shared()); // (16, dv)
+  constexpr u32 all = kAttentionThreads / kWaveSize, waves = all / kWaveParts<Most>, stride = Most + kAccPad;
+  constexpr u32 one = kTileVectors * stride, together = kSpanWords<Most, all> / one;
+  const u32 wave = wave_uniform(wave_id()) / kWaveParts<Most>;
+  const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
+  float *acc = reinterpret_cast<float *>(dynamic_shared()); // (vectors, dv)
   float *maxima = acc + kTileVectors * Most;                // (waves, 16)
   float *sums = maxima + kTileVectors * waves;              // (waves, 16)
   float *max = sums + kTileVectors * waves;                 // (16)
   float *sum = max + kTileVectors;                          // (16)
   u32 *flag = reinterpret_cast<u32 *>(sum + kTileVectors);
-  float *region = sum + kTileVectors + 4; // queries and the waves' own; then accumulators; then the combination's
+  float *region = sum + kTileVectors + 4; // queries; then the waves' accumulators; then what the combination needs
   u16 *q = reinterpret_cast<u16 *>(region);
-  const WaveLds lds = wave_lds(region + kTileVectors * kQueryStride<Most> / 2 + wave * kWaveWords);
 
   const Survey survey = survey_step(a);
   if (block_id() >= survey.stride) return;
@@ -285,28 +316,33 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
       hide(a.v_state.head_size);
       a.k_state.head_size = wave_uniform(a.k_state.head_size);
       const u32 dv = a.v_state.head_size = wave_uniform(a.v_state.head_size);
-      load_queries<Most>(a, item, 0, kAttentionThreads, thread_id(), q);
-      TileC o[Most / 16];
+      store_queries<Most>(a, item, 0, kTileFew, thread_id(), kAttentionThreads, q);
+      TileC o[kWaveTiles<Most>];
 #pragma unroll
-      for (u32 n = 0; n < Most / 16; ++n) tile_zero(o[n]);
-      VectorState state = vector_state(a, item, 0);
+      for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
+      Columns<true> state = begin_columns<true>(a, item, 0);
       u32 begin, end;
       span_range(a, item, &begin, &end);
       block_sync();
-      for (u32 base = item.span * kSpan + wave * kTileKeys; base < end; base += waves * kTileKeys)
-        if (base + kTileKeys > begin)
-          attend_tile<Type, Most>(a, item.head, wave_uniform(table[base / kPageRows]), base, end, q, lds, state, o);
+      for (u32 base = item.span * kSpan + wave * kTileKeys; base < end; base += waves * kTileKeys) {
+        if (base + kTileKeys > begin) {
+          const bool seen = vectors == kTileFew && all_seen(a, item.position, item.position + item.rows - 1, base);
+          attend_tile<Type, Most, true>(a, item.head, wave_uniform(table[base / kPageRows]), base, end, seen, q,
+                                        first_tile, state, o);
+        }
+      }
 
       // The waves' results become one, in the waves' order.
-      const u32 row = lane_id() / kLanesOfVector;
 #pragma unroll
-      for (u32 mask = 1; mask < kLanesOfVector; mask *= 2) state.sum += wave_shuffle_xor(state.sum, mask);
-      if (lane_id() % kLanesOfVector == 0) {
-        maxima[wave * kTileVectors + row] = state.max;
-        sums[wave * kTileVectors + row] = state.sum;
+      for (u32 j = 0; j < state.count; ++j) {
+        const float total = tile_column_sum(state.sum[j]);
+        if (first_tile == 0 && tile_row(0) == 0) {
+          maxima[wave * kTileVectors + tile_own_column(j)] = state.max[j];
+          sums[wave * kTileVectors + tile_own_column(j)] = total;
+        }
       }
       block_sync();
-      if (thread_id() < kTileVectors) {
+      if (thread_id() < vectors) {
         float most = kMinusInfinity, total = 0.0f;
         for (u32 w = 0; w < waves; ++w) most = max_f32(most, maxima[w * kTileVectors + thread_id()]);
         const float from = most == kMinusInfinity ? 0.0f : most;
@@ -321,23 +357,29 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
       for (u32 first = 0; first < waves; first += together) {
         block_sync();
         if (wave >= first && wave < first + together) {
-          float *to = region + (wave - first) * kTileVectors * Most;
+          float *to = region + (wave - first) * one;
 #pragma unroll
-          for (u32 i = 0; i < kTileRegisters; ++i) {
-            const u32 v = tile_row(i);
-            const float factor = maxima[wave * kTileVectors + v];
+          for (u32 j = 0; j < state.count; ++j) {
+            const u32 v = tile_own_column(j);
             if (v < vectors) {
+              const float factor = maxima[wave * kTileVectors + v];
 #pragma unroll
-              for (u32 n = 0; n < Most / 16; ++n)
-                if (16 * n + tile_column(i) < dv) to[v * dv + 16 * n + tile_column(i)] = o[n].v[i] * factor;
+              for (u32 i = 0; i < state.registers; ++i) {
+                if (tile_own(i) == j) {
+#pragma unroll
+                  for (u32 n = 0; n < kWaveTiles<Most>; ++n)
+                    to[v * stride + 16 * (first_tile + n) + tile_row(i)] = o[n].v[i] * factor;
+                }
+              }
             }
           }
         }
         block_sync();
         const u32 count = waves - first < together ? waves - first : together;
         for (u32 i = thread_id(); i < vectors * dv; i += kAttentionThreads) {
+          const float *from = region + i / dv * stride + i % dv;
           float x = first ? acc[i] : 0.0f;
-          for (u32 w = 0; w < count; ++w) x += region[w * kTileVectors * Most + i];
+          for (u32 w = 0; w < count; ++w) x += from[w * one];
           acc[i] = x;
         }
       }
@@ -351,48 +393,49 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
 // ------------------------------------------
 
 template <u32 Type, u32 Most> APU_DEVICE void attention_rows(const AttentionArgs &a) {
-  constexpr u32 own = kTileVectors * kQueryStride<Most> / 2 + kWaveWords;
+  constexpr u32 together = kTileVectors * kAttentionThreads / kWaveSize / kWaveParts<Most>;
   const u32 dv = a.v_state.head_size;
-  float *region = reinterpret_cast<float *>(dynamic_shared()) + wave_id() * own;
-  u16 *q = reinterpret_cast<u16 *>(region);
-  const WaveLds lds = wave_lds(region + kTileVectors * kQueryStride<Most> / 2);
-
+  const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
+  const u32 first = wave_uniform(wave_id()) / kWaveParts<Most> * kTileVectors;
+  u16 *q = reinterpret_cast<u16 *>(dynamic_shared());
   const Survey survey = survey_step(a);
   for (u32 index = block_id(); index < survey.items; index += grid_size()) {
     const Item item = find_item(a, survey, survey.items - 1 - index); // the longest first
-    const u32 vectors = item.rows * item.heads, first = wave_uniform(wave_id()) * kTileVectors;
-    if (first >= vectors) continue;
+    const u32 vectors = item.rows * item.heads;
     const u32 *table = page_table(a.step, item.sequence, a.k_state.group);
-    load_queries<Most>(a, item, first, kWaveSize, lane_id(), q);
-    wave_sync();
-    TileC o[Most / 16];
+    store_queries<Most>(a, item, 0, together, thread_id(), kAttentionThreads, q);
+    block_sync();
+    if (first < vectors) {
+      TileC o[kWaveTiles<Most>];
 #pragma unroll
-    for (u32 n = 0; n < Most / 16; ++n) tile_zero(o[n]);
-    VectorState state = vector_state(a, item, first);
-    const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
-    const u32 begin = lowest_position(a, item.position + first / item.heads);
-    const u32 end = item.position + (behind - 1) / item.heads + 1;
-    for (u32 base = begin / kTileKeys * kTileKeys; base < end; base += kTileKeys)
-      attend_tile<Type, Most>(a, item.head, wave_uniform(table[base / kPageRows]), base, end, q, lds, state, o);
+      for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
+      Columns<false> state = begin_columns<false>(a, item, first);
+      const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
+      const u32 low = item.position + first / item.heads, high = item.position + (behind - 1) / item.heads;
+      for (u32 base = lowest_position(a, low) / kTileKeys * kTileKeys; base <= high; base += kTileKeys) {
+        const bool seen = behind == first + kTileVectors && all_seen(a, low, high, base);
+        attend_tile<Type, Most, false>(a, item.head, wave_uniform(table[base / kPageRows]), base, high + 1, seen,
+                                       q + first * kQueryStride<Most>, first_tile, state, o);
+      }
 #pragma unroll
-    for (u32 mask = 1; mask < kLanesOfVector; mask *= 2) state.sum += wave_shuffle_xor(state.sum, mask);
-    const u32 vector = first + lane_id() / kLanesOfVector;
-    if (lane_id() % kLanesOfVector == 0 && vector < vectors)
-      lds.shrink[lane_id() / kLanesOfVector] =
-          final_factor(a, item.first_head + vector % item.heads, state.max * kLn2, state.sum);
-    wave_sync();
+      for (u32 j = 0; j < state.count; ++j) {
+        const u32 vector = first + tile_own_column(j);
+        const float total = tile_column_sum(state.sum[j]);
+        if (vector < vectors) {
+          const float factor = final_factor(a, item.first_head + vector % item.heads, state.max[j] * kLn2, total);
+          float *out = output_row(a, item, vector) + 16 * first_tile;
 #pragma unroll
-    for (u32 i = 0; i < kTileRegisters; ++i) {
-      const u32 v = tile_row(i);
-      const float factor = lds.shrink[v];
-      if (first + v < vectors) {
-        float *out = output_row(a, item, first + v);
+          for (u32 i = 0; i < state.registers; ++i) {
+            if (tile_own(i) == j) {
 #pragma unroll
-        for (u32 n = 0; n < Most / 16; ++n)
-          if (16 * n + tile_column(i) < dv) out[16 * n + tile_column(i)] = o[n].v[i] * factor;
+              for (u32 n = 0; n < kWaveTiles<Most>; ++n)
+                if (16 * (first_tile + n) < dv) out[16 * n + tile_row(i)] = o[n].v[i] * factor;
+            }
+          }
+        }
       }
     }
-    wave_sync();
+    block_sync();
   }
 }
 

@@ -16,7 +16,9 @@ namespace apu::gpu {
 
 APU_ATTENTION(f16, kF16, 64)
 APU_ATTENTION(f16, kF16, 128)
+APU_ATTENTION(f16, kF16, 256)
 APU_ATTENTION(q8_0, kQ8, 64)
 APU_ATTENTION(q8_0, kQ8, 128)
+APU_ATTENTION(q8_0, kQ8, 256)
 
 } // namespace apu::gpu

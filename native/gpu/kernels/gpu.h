@@ -48,6 +48,7 @@ APU_DEVICE u32 wave_id() { // of the block
 }
 
 // block_sync(): barrier and memory order for the block.  wave_sync(): memory order among the lanes of a wave.
+// keep_order(): nothing is scheduled across it, for compilers that would load ahead more than registers hold.
 // wave_uniform(u32 v): v, which is the same in all lanes, known to be so.
 // wave_shuffle(v, lane), wave_shuffle_xor(v, mask): u32, i32 or float of another lane; all lanes take part.
 // wave_read(u32 v, lane): v of a lane that is the same for all lanes; uniform.

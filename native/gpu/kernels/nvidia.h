@@ -57,6 +57,7 @@ APU_DEVICE void block_sync() {
 APU_DEVICE void wave_sync() {
   __syncwarp();
 }
+APU_DEVICE void keep_order() {}
 APU_DEVICE void device_fence() {
   __threadfence();
 }

@@ -72,6 +72,7 @@ APU_DEVICE void block_sync(u32 line = __builtin_LINE()) {
 APU_DEVICE void wave_sync(u32 line = __builtin_LINE()) {
   shim::exchange_bytes("wave_sync", line, nullptr, 0);
 }
+APU_DEVICE void keep_order() {}
 APU_DEVICE void device_fence() {}
 APU_DEVICE u32 wave_uniform(u32 v) {
   return v;

@@ -14,10 +14,15 @@
 //                                  2 * kTileDepth neighbours along K from tile_line_begin() on, as words of two. They
 //                                  cover 16 rows and 32 of K once (gfx11: twice); which of the two tiles has which is
 //                                  the target's matter, the same for A and B.
-//   tile_line_max(v), tile_line_sum(v)   over the lanes that hold parts of the same rows.
-//   tile_of_column(v, i)           v of the lane whose line 0 is row tile_column(i) of B, i < kTileFewRegisters.
-//   tile_multiply_few(c, a, b)     the same product, of which columns from kTileFew on are not needed: their registers,
-//                                  from kTileFewRegisters on, and lines 1 of b stay unused.
+//   kTileLoads                     how many words of lines a lane may well have on their way.
+//   tile_line_index(t, k)          which of the 32 is K index k of tile t made so.
+//   tile_products_b(b, c)          c as halves becomes B: its rows lie along K. Then c may not be used.
+//   tile_own(i), kTileOwn          c.v[i] is in the tile_own(i)th of kTileOwn columns that this lane has elements of;
+//                                  tile_own_column(own) says which column that is.
+//   tile_column_max(v), tile_column_sum(v)   over the lanes that have elements of the same columns.
+//   tile_multiply_few(c, a, b)     the product's columns below kTileFew alone, which are in registers below
+//                                  kTileFewRegisters and own columns below kTileFewOwn; lines from 1 on of b are
+//                                  unused.
 // All lanes take part. Each element of c depends on its own row of A and column of B alone.
 #pragma once
 

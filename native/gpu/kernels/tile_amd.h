@@ -98,19 +98,46 @@ APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
   b[1].v = tile_half_line(lines, kTileDepth / 2);
 }
 
-APU_DEVICE float tile_line_max(float v) {
+APU_DEVICE u32 tile_line_index(u32 tile, u32 k) {
+  return k / kTileDepth * 2 * kTileDepth + tile * kTileDepth + k % kTileDepth;
+}
+constexpr u32 kTileLoads = 32;
+constexpr u32 kTileOwn = 1, kTileFew = 16, kTileFewOwn = 1, kTileFewRegisters = kTileRegisters;
+APU_DEVICE u32 tile_own(u32) {
+  return 0;
+}
+APU_DEVICE u32 tile_own_column(u32) {
+  return amd_lane() % 16;
+}
+APU_DEVICE float tile_column_max(float v) {
 #pragma unroll
-  for (u32 mask = 16; mask < kWaveSize && kTileDepth < 16; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  for (u32 mask = 16; mask < kWaveSize; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
   return v;
 }
-APU_DEVICE float tile_line_sum(float v) {
+APU_DEVICE float tile_column_sum(float v) {
 #pragma unroll
-  for (u32 mask = 16; mask < kWaveSize && kTileDepth < 16; mask *= 2) v += wave_shuffle_xor(v, mask);
+  for (u32 mask = 16; mask < kWaveSize; mask *= 2) v += wave_shuffle_xor(v, mask);
   return v;
 }
-constexpr u32 kTileFew = 16, kTileFewRegisters = kTileRegisters;
-APU_DEVICE float tile_of_column(float v, u32) {
-  return v;
+APU_DEVICE void tile_products_b(TileB &b, const TileC &c) {
+#if defined(__GFX11__)
+  // Rows 4 i + h and 4 i + 2 + h are here, h = lane / 16, their neighbours in the other half of the wave.
+  typedef u32 Words __attribute__((ext_vector_type(8)));
+  Words words;
+  const bool upper = amd_lane() >= 16;
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 own = u32(float_to_half(c.v[2 * i])) | u32(float_to_half(c.v[2 * i + 1])) << 16;
+    const u32 other = __builtin_amdgcn_permlanex16(0, own, 0x76543210u, 0xfedcba98u, false, false);
+    const u32 even = upper ? other : own, odd = upper ? own : other;
+    words[2 * i] = byte_permute(even, odd, 0x05040100u);
+    words[2 * i + 1] = byte_permute(even, odd, 0x07060302u);
+  }
+  b.v = __builtin_bit_cast(tile_halves, words);
+#else
+#pragma unroll
+  for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = _Float16(c.v[i]);
+#endif
 }
 APU_DEVICE void tile_multiply_few(TileC &c, const TileA &a, const TileB &b) {
   tile_multiply(c, a, b);

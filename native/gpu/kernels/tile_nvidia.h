@@ -79,17 +79,33 @@ APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
   for (u32 i = 0; i < 8; ++i) b[i / 4].v[i % 4] = lines.v[i / 2 % 2][i / 4 * 2 + i % 2];
 }
 
-APU_DEVICE float tile_line_max(float v) {
-  v = max_f32(v, wave_shuffle_xor(v, 1));
-  return max_f32(v, wave_shuffle_xor(v, 2));
+APU_DEVICE u32 tile_line_index(u32 tile, u32 k) {
+  return k % 8 / 2 * 8 + 4 * tile + k / 8 * 2 + k % 2;
 }
-APU_DEVICE float tile_line_sum(float v) {
-  v += wave_shuffle_xor(v, 1);
-  return v + wave_shuffle_xor(v, 2);
+constexpr u32 kTileLoads = 64;
+constexpr u32 kTileOwn = 4, kTileFew = 8, kTileFewOwn = 2, kTileFewRegisters = 4;
+APU_DEVICE u32 tile_own(u32 i) {
+  return i % 2 + i / 4 * 2;
 }
-constexpr u32 kTileFew = 8, kTileFewRegisters = 4;
-APU_DEVICE float tile_of_column(float v, u32 i) {
-  return wave_shuffle(v, (threadIdx.x % 4 * 2 + i % 2) * 4);
+APU_DEVICE u32 tile_own_column(u32 own) {
+  return threadIdx.x % 4 * 2 + own % 2 + own / 2 * 8;
+}
+APU_DEVICE float tile_column_max(float v) {
+#pragma unroll
+  for (u32 mask = 4; mask < 32; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
+  return v;
+}
+APU_DEVICE float tile_column_sum(float v) {
+#pragma unroll
+  for (u32 mask = 4; mask < 32; mask *= 2) v += wave_shuffle_xor(v, mask);
+  return v;
+}
+APU_DEVICE void tile_products_b(TileB &b, const TileC &c) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i)
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+        : "=r"(b.v[i])
+        : "r"(nvidia_bits(__floats2half2_rn(c.v[2 * i], c.v[2 * i + 1]))));
 }
 APU_DEVICE void tile_multiply_few(TileC &c, const TileA &a, const TileB &b) {
   nvidia_multiply(c.v, a, b.v);

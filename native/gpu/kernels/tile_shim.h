@@ -61,17 +61,27 @@ APU_DEVICE void tile_lines_b(TileB (&b)[2], const TileLines &lines) {
 APU_DEVICE u32 tile_column(u32) {
   return shim_lane() % 16;
 }
-APU_DEVICE float tile_line_max(float v) {
+APU_DEVICE u32 tile_line_index(u32 tile, u32 k) {
+  return k / kTileDepth * 2 * kTileDepth + tile * kTileDepth + k % kTileDepth;
+}
+constexpr u32 kTileLoads = 32;
+constexpr u32 kTileOwn = 1, kTileFew = 16, kTileFewOwn = 1, kTileFewRegisters = kTileRegisters;
+APU_DEVICE u32 tile_own(u32) {
+  return 0;
+}
+APU_DEVICE u32 tile_own_column(u32) {
+  return shim_lane() % 16;
+}
+APU_DEVICE float tile_column_max(float v) {
   for (u32 mask = 16; mask < kWaveSize; mask *= 2) v = max_f32(v, wave_shuffle_xor(v, mask));
   return v;
 }
-APU_DEVICE float tile_line_sum(float v) {
+APU_DEVICE float tile_column_sum(float v) {
   for (u32 mask = 16; mask < kWaveSize; mask *= 2) v += wave_shuffle_xor(v, mask);
   return v;
 }
-constexpr u32 kTileFew = 16, kTileFewRegisters = kTileRegisters;
-APU_DEVICE float tile_of_column(float v, u32) {
-  return v;
+APU_DEVICE void tile_products_b(TileB &b, const TileC &c) {
+  for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = float_to_half(c.v[i]);
 }
 
 APU_DEVICE u32 tile_row(u32 i) {
