@@ -21,8 +21,8 @@ struct Lds {
   uint32_t span, rows;
 };
 template <u32 Most> Lds lds_of(uint32_t wave_size) {
-  if (wave_size == 64) return {kSpanLds<Most, 4>, kRowsLds<Most, 4>};
-  return {kSpanLds<Most, 8>, kRowsLds<Most, 8>};
+  if (wave_size == 64) return {kSpanLds<Most, kSpanThreads / 64>, kRowsLds<Most, kRowsThreads / 64>};
+  return {kSpanLds<Most, kSpanThreads / 32>, kRowsLds<Most, kRowsThreads / 32>};
 }
 
 // Columns of a wave's tiles in the kernels by spans (kTileFew).
@@ -47,7 +47,7 @@ public:
     args_.cap = op.f[1];
     args_.heads = uint32_t(b.info().tensor(op.in[0])->inner / args_.k_state.head_size);
     args_.group = args_.heads / args_.k_state.heads;
-    max_sequences_ = b.info().max_sequences;
+    args_.max_sequences = b.info().max_sequences;
     most_blocks_ = kBlocksOfUnit * std::max(b.props().compute_units, 1u);
     choose(b);
     reserve(b, uint32_t(op.state[0]));
@@ -59,27 +59,28 @@ public:
     args.counters = launcher.scratch_as<u32>(Scratch::counters);
     const uint32_t heads = args.k_state.heads * args.head_chunks;
     // Bucket sizes above 8 are less than twice the step's: a single sequence in a larger one has more rows than few.
-    if (!rows_.function || max_sequences_ > 1 || bucket.rows <= kFewRows) {
+    if (!rows_.function || args_.max_sequences > 1 || bucket.rows <= kFewRows) {
       const uint64_t items = uint64_t(units(bucket.rows)) * spans(bucket.context) * heads;
-      launcher.launch(span_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kAttentionThreads, args, span_lds_);
+      launcher.launch(span_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, span_threads_, args, span_lds_);
     }
     if (!rows_.function || bucket.rows <= kFewRows) return;
     split(args, rows_vectors_);
     args.min_rows = kFewRows + 1;
     args.max_rows = ~0u;
     args.slots = 0;
-    const uint64_t chunks = bucket.rows / args.chunk_rows + std::min(max_sequences_, bucket.rows / kFewRows);
+    const uint64_t chunks = bucket.rows / args.chunk_rows + std::min(args_.max_sequences, bucket.rows / kFewRows);
     const uint64_t items = chunks * args.k_state.heads * args.head_chunks;
-    launcher.launch(rows_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kAttentionThreads, args, rows_lds_);
+    launcher.launch(rows_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kRowsThreads, args, rows_lds_);
   }
 
 private:
   void choose(Builder &b) {
     const PagedState &k = args_.k_state, &v = args_.v_state;
     const uint32_t d = k.head_size, dv = v.head_size, wave_size = b.props().wave_size;
-    const uint32_t waves = kAttentionThreads / wave_size;
+    const uint32_t waves = kRowsThreads / wave_size;
     const bool aligned = aligned16(k) && aligned16(v);
-    const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 && d >= 32 && dv % 16 == 0;
+    const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 &&
+                       d >= (k.dtype == APU_F16 ? 32 : 64) && dv % 16 == 0;
     if (tiles && std::max(d, dv) <= 256) {
       const uint32_t most = std::max(d, dv) <= 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
       const Lds lds = most == 64    ? lds_of<64>(wave_size)
@@ -88,7 +89,7 @@ private:
       const std::string name = std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + std::to_string(most);
       span_ = b.kernel("attention_span_" + name, lds.span);
       rows_ = b.kernel("attention_rows_" + name, lds.rows);
-      span_lds_ = lds.span, rows_lds_ = lds.rows;
+      span_threads_ = kSpanThreads, span_lds_ = lds.span, rows_lds_ = lds.rows;
       rows_vectors_ = kTileVectors * waves / (most > 128 ? 2 : 1);
       split(args_, few_vectors(b.props()));
       args_.max_rows = kFewRows;
@@ -97,7 +98,7 @@ private:
       uint32_t vectors = kFmaVectors;
       while (vectors > 1 && bytes(vectors) > kFmaLds) vectors /= 2;
       split(args_, vectors);
-      span_lds_ = bytes(vectors);
+      span_threads_ = kFmaThreads, span_lds_ = bytes(vectors);
       span_ =
           b.kernel(aligned && k.dtype == APU_F32 && v.dtype == APU_F32 ? "attention_f32" : "attention_any", span_lds_);
       args_.max_rows = ~0u;
@@ -113,7 +114,7 @@ private:
 
   uint32_t units(uint32_t rows) const { // chunks of rows that a step of so many rows has, at most
     const uint64_t of_sequence = (std::min(rows, args_.max_rows) + args_.chunk_rows - 1) / args_.chunk_rows;
-    return uint32_t(std::min<uint64_t>(rows, max_sequences_ * of_sequence));
+    return uint32_t(std::min<uint64_t>(rows, args_.max_sequences * of_sequence));
   }
 
   uint32_t spans(uint32_t context) const {
@@ -129,7 +130,7 @@ private:
     // As many as all pages of the state need for two chunks of rows, and what the longest sequence needs alone.
     const uint64_t pages = info.states[state].d.page_count;
     const uint64_t wanted = std::min<uint64_t>(units(info.max_rows) * longest,
-                                               2 * (pages * kPageRows / kSpan + 2 * uint64_t(max_sequences_)));
+                                               2 * (pages * kPageRows / kSpan + 2 * uint64_t(args_.max_sequences)));
     const uint64_t bytes = args_.slot_floats * sizeof(float), most = kMostPartBytes / bytes;
     args_.slots = uint32_t(std::max(std::min(wanted * heads, most), longest * heads));
     b.reserve(Scratch::partial, args_.slots * bytes);
@@ -138,8 +139,8 @@ private:
 
   AttentionArgs args_{}; // of the kernel by spans
   Kernel span_, rows_;   // rows_ is null where spans are for all
-  uint32_t span_lds_ = 0, rows_lds_ = 0;
-  uint32_t rows_vectors_ = 0, max_sequences_ = 0, most_blocks_ = 0;
+  uint32_t span_threads_ = 0, span_lds_ = 0, rows_lds_ = 0;
+  uint32_t rows_vectors_ = 0, most_blocks_ = 0;
 };
 
 } // namespace

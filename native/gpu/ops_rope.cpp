@@ -1,4 +1,4 @@
-// ROPE_STORE: one kernel, a wave for each head of q and of k with its v; see kernels/rope.hip.
+// ROPE_STORE: one kernel, a wave for each head of q, k and v; see kernels/rope.hip.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/ops.h"
 #include "plan/rope.h"
@@ -31,14 +31,15 @@ public:
       args_.pairs = uint32_t(turns.size());
       args_.halves = op.i[1] == APU_ROPE_HALVES;
     }
-    waves_ = kAttentionThreads / b.props().wave_size;
-    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + waves_ * args_.k_state.head_size);
+    waves_ = kRopeThreads / b.props().wave_size;
+    lds_ = uint32_t(sizeof(float)) *
+           (2 * args_.pairs + waves_ * std::max(args_.k_state.head_size, args_.v_state.head_size));
     kernel_ = b.kernel("rope_store", lds_);
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
-    const uint32_t heads = args_.heads + args_.k_state.heads;
-    launcher.launch(kernel_, {bucket.rows, (heads + waves_ - 1) / waves_}, kAttentionThreads, args_, lds_);
+    const uint32_t heads = args_.heads + 2 * args_.k_state.heads;
+    launcher.launch(kernel_, {bucket.rows, (heads + waves_ - 1) / waves_}, kRopeThreads, args_, lds_);
   }
 
 private:

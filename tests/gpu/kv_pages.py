@@ -44,7 +44,8 @@ def pack(x: NDArray[np.float32], dtype: int, values: bool) -> tuple[NDArray[np.u
     else:
         q, scales = quantize(x)
         real = q.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
-        parts = [tiles(q), tiles(scales)] if values else [q, scales]
+        biased = q.view(np.uint8) ^ np.uint8(128)
+        parts = [tiles(biased), tiles(scales)] if values else [biased, scales]
     data = [np.ascontiguousarray(p).reshape(flat).view(np.uint8) for p in parts]
     return np.concatenate(data, -1).reshape(pages, -1), real
 
@@ -62,7 +63,7 @@ def unpack(pages: NDArray[np.uint8], heads: int, d: int, dtype: int, values: boo
 
     if dtype != Q8_0:
         return rows(np.ascontiguousarray(parts).view(np.float32 if dtype == F32 else np.float16), d).astype(np.float64)
-    q = np.ascontiguousarray(parts[..., : ROWS * d]).view(np.int8)
+    q = np.ascontiguousarray(parts[..., : ROWS * d] ^ np.uint8(128)).view(np.int8)
     scales = np.ascontiguousarray(parts[..., ROWS * d :]).view(np.float16)
     real: NDArray[np.float64] = rows(q, d) * np.repeat(rows(scales, d // 32).astype(np.float64), 32, -1)
     return real

@@ -40,6 +40,8 @@ class Case:
     grid: int = 40
 
     def __post_init__(self) -> None:
+        if self.dtype == Q8_0 and self.kind != "fma":
+            self.d = max(self.d, 64)  # less goes through FMA
         self.dv = self.dv or self.d
         rng = np.random.default_rng(self.d + self.heads)
         self.group = self.heads // self.kv_heads
@@ -62,11 +64,15 @@ class Case:
     def most(self) -> int:
         return next(most for most in (64, 128, 256) if max(self.d, self.dv) <= most)
 
+    @property
+    def threads(self) -> int:
+        return 128 if self.kind == "span" else 256
+
     def sizes(self) -> tuple[int, int]:
         """Vectors of a chunk, bytes of LDS."""
         if self.kind == "fma":
             return 8, 4 * (8 * (self.d + self.dv + ROWS + 3) + 1)
-        waves = 256 // self.wave
+        waves = self.threads // self.wave
         stride = self.most // 32 % 2 * self.most or self.most + 32
         if self.kind == "rows":
             groups = waves // (2 if self.most > 128 else 1)
@@ -103,6 +109,7 @@ class Case:
             chunk_rows=chunk_rows,
             chunk_heads=chunk_heads,
             head_chunks=chunks,
+            max_sequences=len(spans),
             min_rows=1,
             max_rows=1 << 20,
             parts=shim.output((max(self.slots, 1), slot_floats), np.float32, align=128),
@@ -110,7 +117,7 @@ class Case:
             slot_floats=slot_floats,
             counters=counters,
         )
-        shim.launch(self.kernel, self.grid, 256, args, lds)
+        shim.launch(self.kernel, self.grid, self.threads, args, lds)
         assert not counters.array.any()
         result: NDArray[np.float32] = out.array.copy()
         return result

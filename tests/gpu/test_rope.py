@@ -81,19 +81,24 @@ def test_against_numpy(options: dict[str, Any], wave: int, reverse: bool) -> Non
         for i, n in enumerate((d, dv))
     ]
     states = [shim.input(data, readonly=False) for data, _ in old]
-    q_buffer = shim.input(q, readonly=False)
+    grid = 16  # rows of the bucket; scratch holds as many
+
+    def padded(x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.concatenate([x, np.full((grid - rows, *x.shape[1:]), np.nan, np.float32)])
+
+    q_buffer = shim.input(padded(q), readonly=False)
 
     def maybe(x: NDArray[Any] | None) -> Any:
         return 0 if x is None else shim.input(x)
 
     args = shim.args(
         "RopeStoreArgs",
-        step=make_step(shim, spans, rows_bucket=16),
+        step=make_step(shim, spans, rows_bucket=grid),
         k_state=state_args(shim, states[0], old[0][0].shape[1], kv_heads, d, dtype),
         v_state=state_args(shim, states[1], old[1][0].shape[1], kv_heads, dv, dtype),
         q=q_buffer,
-        k=shim.input(k),
-        v=shim.input(v),
+        k=shim.input(padded(k)),
+        v=shim.input(padded(v)),
         q_norm=maybe(weights[0]),
         k_norm=maybe(weights[1]),
         turns=maybe(frequency * 2 / np.pi) if pairs else 0,
@@ -105,7 +110,9 @@ def test_against_numpy(options: dict[str, Any], wave: int, reverse: bool) -> Non
         halves=o["halves"],
     )
     waves = 256 // wave
-    shim.launch("rope_store", (16, -(-(heads + kv_heads) // waves), 1), 256, args, 4 * (2 * pairs + waves * d))
+    shim.launch(
+        "rope_store", (grid, -(-(heads + 2 * kv_heads) // waves), 1), 256, args, 4 * (2 * pairs + waves * max(d, dv))
+    )
 
     angles = frequency / (1 if factors is None else factors.astype(np.float64))
     expected_q, expected_k = (
@@ -114,7 +121,8 @@ def test_against_numpy(options: dict[str, Any], wave: int, reverse: bool) -> Non
     )
     for x in (expected_q, expected_k):
         x[..., : 2 * pairs] *= o["magnitude"]
-    np.testing.assert_allclose(q_buffer.array, expected_q, atol=2e-6 * 4)
+    np.testing.assert_allclose(q_buffer.array[:rows], expected_q, atol=2e-6 * 4)
+    assert np.isnan(q_buffer.array[rows:]).all()
     pages, offsets = np.array([p for p, _ in at]), positions % ROWS
     for i, (expected, n) in enumerate(((expected_k, d), (v.astype(np.float64), dv))):
         found = unpack(states[i].array, kv_heads, n, dtype, i == 1)

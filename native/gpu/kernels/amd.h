@@ -4,6 +4,7 @@
 
 #define APU_KERNEL(threads)                                                                                            \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
+#define APU_KERNEL_OF(threads, blocks) APU_KERNEL(threads)
 #define APU_DEVICE static inline __attribute__((device)) __attribute__((always_inline))
 #define APU_METHOD __attribute__((device)) __attribute__((always_inline))
 #define APU_SHARED static __attribute__((shared))
@@ -274,6 +275,9 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return __builtin_expf(x);
+}
+APU_DEVICE float rcp_f32(float x) {
+  return __builtin_amdgcn_rcpf(x);
 }
 APU_DEVICE float exp2_f32(float x) {
   return __builtin_amdgcn_exp2f(x);

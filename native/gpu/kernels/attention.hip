@@ -7,7 +7,6 @@
 
 namespace apu::gpu {
 
-constexpr u32 kThreads = 256;
 constexpr u32 kVectors = 8;           // of a chunk, at most
 constexpr u32 kScored = kVectors / 2; // by a thread
 constexpr u32 kScoreStride = kPageRows;
@@ -52,7 +51,7 @@ struct FmaLds {
 template <bool Float>
 APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaLds &lds, u32 base, u32 begin, u32 end) {
   const u32 vectors = item.rows * item.heads, d = a.k_state.head_size, dv = a.v_state.head_size;
-  const u32 page = wave_uniform(page_table(a.step, item.sequence, a.k_state.group)[base / kPageRows]);
+  const u32 page = wave_uniform(a.step.pages[item.pages + base / kPageRows]);
   const u8 *k = page_part(a.k_state, page, item.head), *v = page_part(a.v_state, page, item.head);
 
   const u32 r = thread_id() % kPageRows, first = thread_id() / kPageRows * kScored;
@@ -71,7 +70,7 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
     }
   }
   block_sync();
-  for (u32 i = wave_id(); i < vectors; i += kThreads / kWaveSize) {
+  for (u32 i = wave_id(); i < vectors; i += kFmaThreads / kWaveSize) {
     float *scores = lds.scores + i * kScoreStride, most = kMinusInfinity, sum = 0.0f;
     for (u32 j = lane_id(); j < kPageRows; j += kWaveSize) most = max_f32(most, scores[j]);
     const float old = lds.max[i], max = max_f32(old, wave_max(most));
@@ -90,7 +89,7 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
   }
   block_sync();
   const u32 from = begin > base ? begin - base : 0, to = end - base < kPageRows ? end - base : kPageRows;
-  for (u32 u = thread_id(); u < (vectors + 1) / 2 * dv; u += kThreads) {
+  for (u32 u = thread_id(); u < (vectors + 1) / 2 * dv; u += kFmaThreads) {
     const u32 m = u % dv, one = u / dv * 2, two = one + 1 < vectors ? one + 1 : one;
     const float *p = lds.scores + one * kScoreStride, *p2 = lds.scores + two * kScoreStride;
     float x = lds.acc[one * dv + m] * lds.shrink[one], x2 = lds.acc[two * dv + m] * lds.shrink[two];
@@ -120,13 +119,13 @@ template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
   for (u32 i = block_id(); i < survey.items; i += survey.stride) {
     Item item = find_item(a, survey, i);
     const u32 vectors = item.rows * item.heads, last = survey.whole ? item.last_span : item.span;
-    for (u32 u = thread_id(); u < vectors * d; u += kThreads) {
+    for (u32 u = thread_id(); u < vectors * d; u += kFmaThreads) {
       const u32 v = u / d, row = item.row + v / item.heads, head = item.first_head + v % item.heads;
       lds.q[u] = a.q[(u64(row) * a.heads + head) * d + u % d] * a.scale;
     }
     for (; item.span <= last; ++item.span) {
-      for (u32 u = thread_id(); u < vectors * dv; u += kThreads) lds.acc[u] = 0.0f;
-      for (u32 v = thread_id(); v < vectors; v += kThreads) {
+      for (u32 u = thread_id(); u < vectors * dv; u += kFmaThreads) lds.acc[u] = 0.0f;
+      for (u32 v = thread_id(); v < vectors; v += kFmaThreads) {
         lds.max[v] = kMinusInfinity;
         lds.sum[v] = 0.0f;
       }
@@ -135,15 +134,16 @@ template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
       span_range(a, item, &begin, &end);
       for (u32 base = begin / kPageRows * kPageRows; base < end; base += kPageRows)
         attend_page<Float>(a, item, lds, base, begin, end);
-      finish_span<kThreads>(a, survey, item, lds.max, lds.sum, lds.acc, lds.flag, lds.scores);
+      finish_span<kFmaThreads>(a, survey, item, lds.max, lds.sum, lds.acc, lds.flag, lds.scores);
     }
   }
 }
 
-APU_KERNEL(256) void attention_f32(AttentionArgs a) { // keys and values in float32, parts of pages 16-byte aligned
+APU_KERNEL(kFmaThreads)
+void attention_f32(AttentionArgs a) { // keys and values in float32, parts of pages 16-byte aligned
   attention_fma<true>(a);
 }
-APU_KERNEL(256) void attention_any(AttentionArgs a) {
+APU_KERNEL(kFmaThreads) void attention_any(AttentionArgs a) {
   attention_fma<false>(a);
 }
 

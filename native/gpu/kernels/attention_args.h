@@ -4,10 +4,11 @@
 // position; F16 and Q8_0 values lie transposed in tiles of 32 positions, so that a lane reads neighbouring positions of
 // one element: each is the contiguous side of an operand of a matrix tile, and a part is read once, in its order.
 //   keys    F32, F16  (128, d)
-//           Q8_0      quants (128, d) int8, then scales (128, d/32) F16
+//           Q8_0      quants (128, d), then scales (128, d/32) F16
 //   values  F32       (128, d)
 //           F16       (4, d, 32)
-//           Q8_0      quants (4, d, 32) int8, then scales (4, d/32, 32) F16
+//           Q8_0      quants (4, d, 32), then scales (4, d/32, 32) F16
+// Quants are bytes of 128 + q, which become halves without a shift.
 #pragma once
 
 #include "common.h"
@@ -17,6 +18,9 @@ namespace apu::gpu {
 constexpr u32 kF32 = 0, kF16 = 1, kQ8 = 8; // APU_F32, APU_F16, APU_Q8_0
 constexpr u32 kValueTile = 32;             // positions
 constexpr u32 kScaleBlock = 32;            // elements of a Q8_0 block
+
+constexpr u32 kRopeThreads = 256;
+constexpr u32 kFmaThreads = 256;
 
 struct RopeStoreArgs {
   StepView step;
@@ -51,6 +55,7 @@ struct AttentionArgs {
   u32 chunk_rows;
   u32 chunk_heads;
   u32 head_chunks;        // of a kv head: group / chunk_heads, rounded up
+  u32 max_sequences;      // of a step
   u32 min_rows, max_rows; // sequences with so many rows in the step are this kernel's
   float *parts;           // (slots, slot_floats)
   u32 slots;
@@ -61,7 +66,8 @@ struct AttentionArgs {
 // Kernels on matrix tiles: up to 16 query vectors a wave, 32 positions at a time, head sizes up to `Most`.
 constexpr u32 kTileVectors = 16;
 constexpr u32 kTileKeys = 32;
-constexpr u32 kAttentionThreads = 256;
+constexpr u32 kSpanThreads = 128;
+constexpr u32 kRowsThreads = 256;
 constexpr u32 kAccPad = 4; // floats between accumulators in LDS
 // Halves between queries in LDS: an odd multiple of 32, so that quads of lanes meet no bank twice.
 template <u32 Most> constexpr u32 kQueryStride = Most / 32 % 2 ? Most : Most + 32;

@@ -23,7 +23,8 @@ struct Survey { // of the step, the same in all blocks
 struct Item {
   u32 row, rows;             // of the chunk, in the step
   u32 position;              // of its first row
-  u32 sequence, head;        // kv head
+  u32 pages;                 // first entry of the sequence's page table
+  u32 head;                  // kv head
   u32 first_head, heads;     // query heads: vector i is row i / heads, head first_head + i % heads
   u32 span;                  // this one
   u32 first_span, last_span; // of the sequence
@@ -38,13 +39,16 @@ APU_DEVICE u32 lowest_position(const AttentionArgs &a, u32 position) {
 
 struct SequenceItems { // of one sequence, kept by one lane
   u32 row_begin, row_count, position, first_span, last_span;
+  u32 pages; // first entry of its page table
   u32 items; // without heads
 };
 
 APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 sequence, u32 count, bool whole) {
   SequenceItems s = {};
-  if (sequence >= count) return s;
+  if (sequence >= a.max_sequences) return s; // what is there is read while `count` is still on its way
   const Sequence q = a.step.sequences[sequence];
+  s.pages = a.step.slots[u64(sequence) * a.step.groups + a.k_state.group].page_begin;
+  if (sequence >= count) return s;
   s.row_begin = q.row_begin;
   s.row_count = q.row_count;
   s.position = a.step.rows[q.row_begin].position;
@@ -116,7 +120,7 @@ APU_DEVICE Item find_item(const AttentionArgs &a, const Survey &s, u32 index) {
     out.rows = row_begin + row_count - out.row;
     out.rows = out.rows < a.chunk_rows ? out.rows : a.chunk_rows;
     out.position = position + chunk * a.chunk_rows;
-    out.sequence = begin + lane;
+    out.pages = of_lane(q.pages, lane);
     break;
   }
   const u32 head = index % heads;

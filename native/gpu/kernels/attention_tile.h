@@ -34,31 +34,27 @@ template <bool Few> APU_DEVICE Columns<Few> begin_columns(const AttentionArgs &a
   return out;
 }
 
-// Four signed bytes as two pairs of halves: 1024 + 128 + b is a half with the byte in its low bits.
+// Four biased bytes as two pairs of halves: 1024 + 128 + q is a half with the byte in its low bits.
 APU_DEVICE void bytes_to_halves(u32 bytes, u32 *pairs) {
-  const u32 biased = bytes ^ 0x80808080u;
-  pairs[0] = half2_add(byte_permute(biased, 0x64646464u, 0x04010400u), 0xe480e480u);
-  pairs[1] = half2_add(byte_permute(biased, 0x64646464u, 0x04030402u), 0xe480e480u);
+  pairs[0] = half2_add(byte_permute(bytes, 0x64646464u, 0x04010400u), 0xe480e480u);
+  pairs[1] = half2_add(byte_permute(bytes, 0x64646464u, 0x04030402u), 0xe480e480u);
 }
 
 APU_DEVICE u32x4 load16_shared(const void *p) {
   return *static_cast<const u32x4 *>(p);
 }
-// 2 * kTileDepth neighbouring elements of device memory.
-APU_DEVICE void load_halves(const u8 *from, u32 *words) {
+template <u32 Words> APU_DEVICE void load_words(const u8 *from, u32 *words) { // of device memory
+  if constexpr (Words == 2) {
+    const u32x2 v = *reinterpret_cast<const u32x2 *>(from);
+    words[0] = v[0];
+    words[1] = v[1];
+  } else {
 #pragma unroll
-  for (u32 i = 0; i < kTileDepth; i += 4) {
-    const u32x4 v = load16(from + 4 * i);
+    for (u32 i = 0; i < Words; i += 4) {
+      const u32x4 v = load16(from + 4 * i);
 #pragma unroll
-    for (u32 j = 0; j < 4; ++j) words[i + j] = v[j];
-  }
-}
-APU_DEVICE void load_bytes(const u8 *from, u32 *words) {
-#pragma unroll
-  for (u32 i = 0; i < kTileDepth / 2; i += 2) {
-    const u32x2 v = *reinterpret_cast<const u32x2 *>(from + 4 * i);
-    bytes_to_halves(v[0], words + 2 * i);
-    bytes_to_halves(v[1], words + 2 * i + 2);
+      for (u32 j = 0; j < 4; ++j) words[i + j] = v[j];
+    }
   }
 }
 // Zero from element `end` on, of those that begin with `begin`.
@@ -70,12 +66,21 @@ APU_DEVICE void cut_line(u32 *words, u32 begin, u32 end) {
   }
 }
 
-// Queries' columns [32 c, 32 c + 32) of LDS (vectors, kQueryStride) as B.
-template <u32 Most, bool Few> APU_DEVICE void load_vectors(TileB (&b)[2], const u16 *q, u32 c) {
+// Heads are taken in chunks, of 32 elements in F16 and of 64 in Q8_0, where a lane takes 16 bytes or more of one; the
+// last chunk of a head overlaps the one before, and queries are 0 there.
+template <u32 Type> constexpr u32 kChunk = Type == kF16 ? 32 : 64;
+template <u32 Type> APU_DEVICE u32 chunk_begin(u32 chunk, u32 d) {
+  return kChunk<Type> * chunk < d - kChunk<Type> ? kChunk<Type> * chunk : d - kChunk<Type>;
+}
+
+// Queries in LDS (vectors, kQueryStride) as B, for step c of 32 elements of K.
+template <u32 Type, u32 Most, bool Few> APU_DEVICE void load_vectors(TileB (&b)[2], const u16 *q, u32 c) {
   TileLines lines = {};
+  const u32 at =
+      Type == kF16 ? 32 * c + tile_line_begin() : c / 2 * 64 + 2 * tile_line_begin() + c % 2 * 2 * kTileDepth;
 #pragma unroll
   for (u32 i = 0; i < (Few ? 1 : kTileLines); ++i) {
-    const u16 *row = q + tile_line_row(i) * kQueryStride<Most> + 32 * c + tile_line_begin();
+    const u16 *row = q + tile_line_row(i) * kQueryStride<Most> + at;
 #pragma unroll
     for (u32 j = 0; j < kTileDepth; j += 4) {
       const u32x4 v = load16_shared(row + 2 * j);
@@ -86,64 +91,102 @@ template <u32 Most, bool Few> APU_DEVICE void load_vectors(TileB (&b)[2], const 
   tile_lines_b(b, lines);
 }
 
-// Where the 32 elements of chunk c begin: the last chunk of a head overlaps the one before, and queries are 0 there.
-APU_DEVICE u32 chunk_begin(u32 c, u32 d) {
-  return 32 * c < d - 32 ? 32 * c : d - 32;
-}
+// One chunk of the positions of a page from r on that are the rows of tile t of S^T, as it comes from memory. Addresses
+// are a part that is the same in all lanes and a lane's own that all chunks share.
+template <u32 Type> struct Keys {
+  u32 v[kTileLines][kTileDepth];
+  u32 scales[kTileLines]; // of two blocks of Q8_0
 
-// Chunk c of the positions of a page from r on that are the rows of tile t of S^T. Addresses are a part that is the
-// same in all lanes and a lane's own that all chunks share.
-template <u32 Type> APU_DEVICE void load_keys(TileLines &lines, const u8 *part, u32 r, u32 t, u32 c, u32 d) {
-  constexpr u32 bytes = Type == kF16 ? 2 : 1;
-  const u32 begin = chunk_begin(c, d);
-  const u8 *from = part + (r * d + begin) * bytes;
+  APU_METHOD void load(const u8 *part, u32 r, u32 t, u32 chunk, u32 d) {
+    constexpr u32 bytes = Type == kF16 ? 2 : 1;
+    const u32 begin = chunk_begin<Type>(chunk, d), blocks = d / kScaleBlock;
+    const u8 *from = part + (r * d + begin) * bytes;
+    const u8 *scales_from = part + kPageRows * d + (r * blocks + begin / kScaleBlock) * 2;
 #pragma unroll
-  for (u32 i = 0; i < kTileLines; ++i) {
-    const u32 row = tile_line_index(t, tile_line_row(i)), at = (row * d + tile_line_begin()) * bytes;
-    if constexpr (Type == kF16) {
-      load_halves(from + at, lines.v[i]);
-    } else {
-      load_bytes(from + at, lines.v[i]);
-      const u32 blocks = d / kScaleBlock;
-      const u8 *scales = part + kPageRows * d + (r * blocks + begin / kScaleBlock) * 2;
-      const u32 scale = *reinterpret_cast<const u16 *>(scales + row * blocks * 2), pair = scale | scale << 16;
-#pragma unroll
-      for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pair);
+    for (u32 i = 0; i < kTileLines; ++i) {
+      const u32 row = tile_line_index(t, tile_line_row(i));
+      load_words<kTileDepth>(from + row * d * bytes + tile_line_begin() * 2, v[i]);
+      if constexpr (Type == kQ8) {
+        const u16 *p = reinterpret_cast<const u16 *>(scales_from + row * blocks * 2);
+        scales[i] = u32(p[0]) | u32(p[1]) << 16;
+      }
     }
   }
-}
+
+  // Step `half` of the chunk's steps of 32 elements.
+  APU_METHOD void rows(TileA (&a)[2], u32 half) const {
+    TileLines lines;
+#pragma unroll
+    for (u32 i = 0; i < kTileLines; ++i) {
+      if constexpr (Type == kF16) {
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = v[i][j];
+      } else {
+        const u32 block = (2 * tile_line_begin() + half * 2 * kTileDepth) / kScaleBlock;
+        const u32 scale = block ? scales[i] >> 16 : scales[i] & 0xffffu, pair = scale | scale << 16;
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth / 2; ++j) bytes_to_halves(v[i][half * kTileDepth / 2 + j], lines.v[i] + 2 * j);
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pair);
+      }
+    }
+    tile_lines_a(a, lines);
+  }
+};
 
 // Elements [16 n, 16 n + 16) of positions [r, r + 32) of a page; behind dv something that exists.
-template <u32 Type> APU_DEVICE void load_values(TileLines &lines, const u8 *part, u32 r, u32 n, u32 dv) {
-  constexpr u32 bytes = Type == kF16 ? 2 : 1;
-  const u32 tile = r / kValueTile, first = 16 * n < dv ? 16 * n : 0;
-  const u8 *from = part + (tile * dv + first) * kValueTile * bytes;
-  const u8 *scales = part + kPageRows * dv + (tile * (dv / kScaleBlock) + first / kScaleBlock) * kValueTile * 2;
+template <u32 Type> struct Values {
+  u32 v[kTileLines][Type == kF16 ? kTileDepth : kTileDepth / 2];
+  u32 scales[kTileDepth]; // of Q8_0, in pairs
+
+  APU_METHOD void load(const u8 *part, u32 r, u32 n, u32 dv) {
+    constexpr u32 bytes = Type == kF16 ? 2 : 1;
+    const u32 tile = r / kValueTile, first = 16 * n < dv ? 16 * n : 0;
+    const u8 *from = part + (tile * dv + first) * kValueTile * bytes;
+    const u8 *scales_from = part + kPageRows * dv + (tile * (dv / kScaleBlock) + first / kScaleBlock) * kValueTile * 2;
 #pragma unroll
-  for (u32 i = 0; i < kTileLines; ++i) {
-    const u32 at = (tile_line_row(i) * kValueTile + tile_line_begin()) * bytes;
+    for (u32 i = 0; i < kTileLines; ++i)
+      load_words<kTileDepth * bytes / 2>(from + (tile_line_row(i) * kValueTile + tile_line_begin()) * bytes, v[i]);
+    if constexpr (Type == kQ8) load_words<kTileDepth>(scales_from + tile_line_begin() * 2, scales);
+  }
+
+  // Positions from r + `end` on become 0.
+  APU_METHOD void cut(u32 end) {
+    if constexpr (Type == kQ8) cut_line(scales, tile_line_begin(), end);
     if constexpr (Type == kF16) {
-      load_halves(from + at, lines.v[i]);
-    } else {
-      load_bytes(from + at, lines.v[i]);
-      u32 pairs[kTileDepth];
-      load_halves(scales + tile_line_begin() * 2, pairs);
 #pragma unroll
-      for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], pairs[j]);
+      for (u32 i = 0; i < kTileLines; ++i) cut_line(v[i], tile_line_begin(), end);
     }
   }
-}
+
+  APU_METHOD void rows(TileA (&a)[2]) const {
+    TileLines lines;
+#pragma unroll
+    for (u32 i = 0; i < kTileLines; ++i) {
+      if constexpr (Type == kF16) {
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = v[i][j];
+      } else {
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth / 2; ++j) bytes_to_halves(v[i][j], lines.v[i] + 2 * j);
+#pragma unroll
+        for (u32 j = 0; j < kTileDepth; ++j) lines.v[i][j] = half2_mul(lines.v[i][j], scales[j]);
+      }
+    }
+    tile_lines_a(a, lines);
+  }
+};
 
 // Vectors [first, first + count) of the item, times the scale, as halves in LDS (count, kQueryStride), chunk by chunk;
 // zero behind d, where chunks overlap, and behind the last vector. By threads begin, begin + step, ...
-template <u32 Most>
+template <u32 Type, u32 Most>
 APU_DEVICE void store_queries(const AttentionArgs &a, const Item &item, u32 first, u32 count, u32 begin, u32 step,
                               u16 *to) {
   const u32 d = a.k_state.head_size, vectors = item.rows * item.heads;
   const float scale = a.cap != 0.0f ? a.scale : a.scale * kLog2E;
   for (u32 i = begin; i < count * Most / 2; i += step) {
-    const u32 v = i / (Most / 2), vector = first + v, slot = i % (Most / 2) * 2, own = slot / 32 * 32;
-    const u32 m = chunk_begin(slot / 32, d) + slot % 32;
+    const u32 v = i / (Most / 2), vector = first + v, slot = i % (Most / 2) * 2;
+    const u32 own = slot / kChunk<Type> * kChunk<Type>, m = chunk_begin<Type>(slot / kChunk<Type>, d) + slot - own;
     u32 pair = 0;
     if (vector < vectors && m >= own) { // heads are even
       const u32 row = item.row + vector / item.heads, head = item.first_head + vector % item.heads;
@@ -154,6 +197,12 @@ APU_DEVICE void store_queries(const AttentionArgs &a, const Item &item, u32 firs
   }
 }
 
+// cap * tanh(s / cap) in units of log 2.
+APU_DEVICE float cap_score(float s, float cap, float inverse) {
+  const float e = exp2_f32(fabs_f32(s) * inverse * (-2.0f * kLog2E)), t = cap * kLog2E * (1.0f - e) * rcp_f32(1.0f + e);
+  return s < 0.0f ? -t : t;
+}
+
 // Scores become exponentials; shrink is what the vectors' earlier ones are to be multiplied with. `base` is the tiles'
 // first position; `seen`: all vectors see all of them.
 template <bool Few>
@@ -161,10 +210,11 @@ APU_DEVICE void softmax_columns(const AttentionArgs &a, TileC (&s)[2], u32 base,
                                 float (&shrink)[Columns<Few>::count]) {
   constexpr u32 registers = Columns<Few>::registers, count = Columns<Few>::count;
   if (a.cap != 0.0f) {
+    const float inverse = 1.0f / a.cap;
 #pragma unroll
     for (u32 t = 0; t < 2; ++t)
 #pragma unroll
-      for (u32 i = 0; i < registers; ++i) s[t].v[i] = soft_cap(s[t].v[i], a.cap) * kLog2E;
+      for (u32 i = 0; i < registers; ++i) s[t].v[i] = cap_score(s[t].v[i], a.cap, inverse);
   }
   if (!seen) {
 #pragma unroll
@@ -211,88 +261,124 @@ template <bool Few> APU_DEVICE void multiply(TileC &c, const TileA &a, const Til
     tile_multiply(c, a, b);
 }
 
-// Adds positions [base, base + 32) of a page to a wave's vectors, tiles [first_tile, ...) of their values; positions
-// from `end` on may hold anything. `q`: the vectors' queries in LDS.
+// What a wave reads of 32 positions: all of it comes while the positions before are worked on, where registers hold so
+// much; else each part when it is needed.
+template <u32 Type, u32 Most, bool Few> struct Tile {
+  static constexpr u32 chunks = Most / kChunk<Type>, steps = kChunk<Type> / 32; // of K
+  static constexpr u32 key_words = kTileLines * kTileDepth, value_words = Type == kF16 ? key_words : key_words / 2;
+  static constexpr bool ahead =
+      Few && kTileAhead && 2 * chunks * key_words <= kTileLoads && kWaveTiles<Most> * value_words <= kTileLoads;
+  static constexpr u32 held = ahead ? chunks : 1;
+  static constexpr u32 room = kTileLoads / key_words, few = room < kWaveTiles<Most> ? room : kWaveTiles<Most>;
+  static constexpr u32 values_held = ahead ? kWaveTiles<Most> : few;
+
+  const u8 *k, *v; // the head's parts of the page
+  u32 r;           // the first position in it
+  Keys<Type> keys[held][2];
+  Values<Type> values[values_held];
+
+  APU_METHOD void find(const AttentionArgs &a, u32 head, u32 page, u32 base) {
+    k = page_part(a.k_state, page, head);
+    v = page_part(a.v_state, page, head);
+    r = base % kPageRows;
+  }
+  APU_METHOD void load_keys(u32 chunk, u32 d) {
+#pragma unroll
+    for (u32 c = 0; c < held; ++c)
+#pragma unroll
+      for (u32 t = 0; t < 2; ++t) keys[c][t].load(k, r, t, chunk + c, d);
+  }
+  APU_METHOD void load_values(u32 n, u32 dv) {
+#pragma unroll
+    for (u32 i = 0; i < values_held; ++i) values[i].load(v, r, n + i, dv);
+  }
+};
+
+// A wave's vectors over positions [begin, end): `step` tiles apart from `base` on, the first that is not below begin.
+// Positions from `end` on may hold anything. `q`: the vectors' queries in LDS; o: tiles of values from first_tile on.
+// low, high: positions that the first and the last of the vectors are at; `whole`: there are as many as columns.
 template <u32 Type, u32 Most, bool Few>
-APU_DEVICE void attend_tile(const AttentionArgs &a, u32 head, u32 page, u32 base, u32 end, bool seen, const u16 *q,
-                            u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>]) {
-  const u32 d = a.k_state.head_size, dv = a.v_state.head_size, r = base % kPageRows;
-  const u8 *k = page_part(a.k_state, page, head), *v = page_part(a.v_state, page, head);
-  // What is on its way at once: as much as registers hold beside the accumulators.
-  constexpr u32 room = kTileLoads / (kTileLines * kTileDepth);
-  constexpr u32 group = room < 4 ? 1 : room / 2 < Most / 32 ? room / 2 : Most / 32;
-  constexpr u32 ahead = room < kWaveTiles<Most> ? room : kWaveTiles<Most>;
-
-  TileC s[2];
-  tile_zero(s[0]);
-  tile_zero(s[1]);
+APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 step, u32 end, u32 low, u32 high,
+                       bool whole, const u16 *q, u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>]) {
+  using Loads = Tile<Type, Most, Few>;
+  const u32 d = a.k_state.head_size, dv = a.v_state.head_size, lowest = lowest_position(a, high);
+  const u32 *table = a.step.pages + item.pages;
+  if (base >= end) return;
+  Loads tile;
+  tile.find(a, item.head, wave_uniform(table[base / kPageRows]), base);
+  if constexpr (Loads::ahead) {
+    tile.load_keys(0, d);
+    tile.load_values(first_tile, dv);
+  }
+  for (; base < end; base += step) {
+    const u32 next = base + step < end ? base + step : base; // the last is read again: no branch around loads
+    const u32 next_page = table[next / kPageRows];
+    TileC s[2];
+    tile_zero(s[0]);
+    tile_zero(s[1]);
 #pragma unroll
-  for (u32 first = 0; first < Most / 32; first += group) {
-    TileLines keys[group][2];
+    for (u32 chunk = 0; chunk < Loads::chunks; chunk += Loads::held) {
+      if constexpr (!Loads::ahead) tile.load_keys(chunk, d);
 #pragma unroll
-    for (u32 c = 0; c < group; ++c)
+      for (u32 c = 0; c < Loads::held * Loads::steps; ++c) {
+        TileB vectors[2];
+        load_vectors<Type, Most, Few>(vectors, q, chunk * Loads::steps + c);
 #pragma unroll
-      for (u32 t = 0; t < 2; ++t) load_keys<Type>(keys[c][t], k, r, t, first + c, d);
-#pragma unroll
-    for (u32 c = 0; c < group; ++c) {
-      TileB vectors[2];
-      load_vectors<Most, Few>(vectors, q, first + c);
-#pragma unroll
-      for (u32 t = 0; t < 2; ++t) {
-        TileA rows[2];
-        tile_lines_a(rows, keys[c][t]);
-        multiply<Few>(s[t], rows[0], vectors[0]);
-        multiply<Few>(s[t], rows[1], vectors[1]);
+        for (u32 t = 0; t < 2; ++t) {
+          TileA rows[2];
+          tile.keys[c / Loads::steps][t].rows(rows, c % Loads::steps);
+          multiply<Few>(s[t], rows[0], vectors[0]);
+          multiply<Few>(s[t], rows[1], vectors[1]);
+        }
       }
+      if constexpr (!Loads::ahead) keep_order();
     }
-    keep_order();
-  }
-  TileLines values[ahead];
-#pragma unroll
-  for (u32 n = 0; n < ahead; ++n) load_values<Type>(values[n], v, r, first_tile + n, dv);
+    Loads following;
+    following.find(a, item.head, wave_uniform(next_page), next);
+    if constexpr (Loads::ahead)
+      following.load_keys(0, d);
+    else
+      tile.load_values(first_tile, dv);
 
-  float shrink[Columns<Few>::count];
-  softmax_columns<Few>(a, s, base, seen, state, shrink);
+    float shrink[Columns<Few>::count];
+    softmax_columns<Few>(a, s, base, whole && base + kTileKeys <= low + 1 && base >= lowest, state, shrink);
+    TileB weights[2];
+    tile_products_b(weights[0], s[0]);
+    tile_products_b(weights[1], s[1]);
 #pragma unroll
-  for (u32 n = 0; n < kWaveTiles<Most>; ++n)
+    for (u32 n = 0; n < kWaveTiles<Most>; ++n)
 #pragma unroll
-    for (u32 i = 0; i < Columns<Few>::registers; ++i) o[n].v[i] *= shrink[tile_own(i)];
-  TileB weights[2];
-  tile_products_b(weights[0], s[0]);
-  tile_products_b(weights[1], s[1]);
+      for (u32 i = 0; i < Columns<Few>::registers; ++i) o[n].v[i] *= shrink[tile_own(i)];
 #pragma unroll
-  for (u32 first = 0; first < kWaveTiles<Most>; first += ahead) {
-    if (first > 0) {
+    for (u32 first = 0; first < kWaveTiles<Most>; first += Loads::values_held) {
+      if (first > 0) tile.load_values(first_tile + first, dv);
+      if (base + kTileKeys > end) { // what lies there is not written yet, and may be NaN
 #pragma unroll
-      for (u32 n = 0; n < ahead; ++n) load_values<Type>(values[n], v, r, first_tile + first + n, dv);
+        for (u32 n = 0; n < Loads::values_held; ++n) tile.values[n].cut(end - base);
+      }
+#pragma unroll
+      for (u32 n = 0; n < Loads::values_held; ++n) {
+        TileA rows[2];
+        tile.values[n].rows(rows);
+        multiply<Few>(o[first + n], rows[0], weights[0]);
+        multiply<Few>(o[first + n], rows[1], weights[1]);
+      }
+      if constexpr (!Loads::ahead) keep_order();
     }
-    if (base + kTileKeys > end) { // what lies there is not written yet, and may be NaN
-#pragma unroll
-      for (u32 n = 0; n < ahead; ++n)
-#pragma unroll
-        for (u32 i = 0; i < kTileLines; ++i) cut_line(values[n].v[i], tile_line_begin(), end - base);
+    if constexpr (Loads::ahead) {
+      following.load_values(first_tile, dv);
+      tile = following;
+    } else {
+      tile.find(a, item.head, wave_uniform(next_page), next);
     }
-#pragma unroll
-    for (u32 n = 0; n < ahead; ++n) {
-      TileA rows[2];
-      tile_lines_a(rows, values[n]);
-      multiply<Few>(o[first + n], rows[0], weights[0]);
-      multiply<Few>(o[first + n], rows[1], weights[1]);
-    }
-    keep_order();
   }
-}
-
-// Whether vectors of positions [low, high] all see [base, base + 32).
-APU_DEVICE bool all_seen(const AttentionArgs &a, u32 low, u32 high, u32 base) {
-  return base + kTileKeys <= low + 1 && base >= lowest_position(a, high);
 }
 
 // ---- few rows of a sequence: a block takes a span, waves every so many tiles of it
 // -----------------------------------
 
 template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
-  constexpr u32 all = kAttentionThreads / kWaveSize, waves = all / kWaveParts<Most>, stride = Most + kAccPad;
+  constexpr u32 all = kSpanThreads / kWaveSize, waves = all / kWaveParts<Most>, stride = Most + kAccPad;
   constexpr u32 one = kTileVectors * stride, together = kSpanWords<Most, all> / one;
   const u32 wave = wave_uniform(wave_id()) / kWaveParts<Most>;
   const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
@@ -310,13 +396,12 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
   for (u32 index = block_id(); index < survey.items; index += survey.stride) {
     Item item = find_item(a, survey, index);
     const u32 vectors = item.rows * item.heads, last = survey.whole ? item.last_span : item.span;
-    const u32 *table = page_table(a.step, item.sequence, a.k_state.group);
     for (; item.span <= last; ++item.span) {
       hide(a.k_state.head_size); // or the addresses of all phases take registers in each
       hide(a.v_state.head_size);
       a.k_state.head_size = wave_uniform(a.k_state.head_size);
       const u32 dv = a.v_state.head_size = wave_uniform(a.v_state.head_size);
-      store_queries<Most>(a, item, 0, kTileFew, thread_id(), kAttentionThreads, q);
+      store_queries<Type, Most>(a, item, 0, kTileFew, thread_id(), kSpanThreads, q);
       TileC o[kWaveTiles<Most>];
 #pragma unroll
       for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
@@ -324,13 +409,11 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
       u32 begin, end;
       span_range(a, item, &begin, &end);
       block_sync();
-      for (u32 base = item.span * kSpan + wave * kTileKeys; base < end; base += waves * kTileKeys) {
-        if (base + kTileKeys > begin) {
-          const bool seen = vectors == kTileFew && all_seen(a, item.position, item.position + item.rows - 1, base);
-          attend_tile<Type, Most, true>(a, item.head, wave_uniform(table[base / kPageRows]), base, end, seen, q,
-                                        first_tile, state, o);
-        }
-      }
+      u32 base = item.span * kSpan + wave * kTileKeys; // of this wave's tiles, the first that anything is seen of
+      if (base + kTileKeys <= begin) base += (begin - base) / (waves * kTileKeys) * (waves * kTileKeys);
+      if (base + kTileKeys <= begin) base += waves * kTileKeys;
+      attend<Type, Most, true>(a, item, base, waves * kTileKeys, end, item.position, item.position + item.rows - 1,
+                               vectors == kTileFew, q, first_tile, state, o);
 
       // The waves' results become one, in the waves' order.
 #pragma unroll
@@ -376,7 +459,7 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
         }
         block_sync();
         const u32 count = waves - first < together ? waves - first : together;
-        for (u32 i = thread_id(); i < vectors * dv; i += kAttentionThreads) {
+        for (u32 i = thread_id(); i < vectors * dv; i += kSpanThreads) {
           const float *from = region + i / dv * stride + i % dv;
           float x = first ? acc[i] : 0.0f;
           for (u32 w = 0; w < count; ++w) x += from[w * one];
@@ -384,7 +467,7 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
         }
       }
       block_sync();
-      finish_span<kAttentionThreads>(a, survey, item, max, sum, acc, flag, region);
+      finish_span<kSpanThreads>(a, survey, item, max, sum, acc, flag, region);
     }
   }
 }
@@ -393,7 +476,7 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
 // ------------------------------------------
 
 template <u32 Type, u32 Most> APU_DEVICE void attention_rows(const AttentionArgs &a) {
-  constexpr u32 together = kTileVectors * kAttentionThreads / kWaveSize / kWaveParts<Most>;
+  constexpr u32 together = kTileVectors * kRowsThreads / kWaveSize / kWaveParts<Most>;
   const u32 dv = a.v_state.head_size;
   const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
   const u32 first = wave_uniform(wave_id()) / kWaveParts<Most> * kTileVectors;
@@ -402,8 +485,7 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_rows(const AttentionArgs
   for (u32 index = block_id(); index < survey.items; index += grid_size()) {
     const Item item = find_item(a, survey, survey.items - 1 - index); // the longest first
     const u32 vectors = item.rows * item.heads;
-    const u32 *table = page_table(a.step, item.sequence, a.k_state.group);
-    store_queries<Most>(a, item, 0, together, thread_id(), kAttentionThreads, q);
+    store_queries<Type, Most>(a, item, 0, together, thread_id(), kRowsThreads, q);
     block_sync();
     if (first < vectors) {
       TileC o[kWaveTiles<Most>];
@@ -412,11 +494,9 @@ template <u32 Type, u32 Most> APU_DEVICE void attention_rows(const AttentionArgs
       Columns<false> state = begin_columns<false>(a, item, first);
       const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
       const u32 low = item.position + first / item.heads, high = item.position + (behind - 1) / item.heads;
-      for (u32 base = lowest_position(a, low) / kTileKeys * kTileKeys; base <= high; base += kTileKeys) {
-        const bool seen = behind == first + kTileVectors && all_seen(a, low, high, base);
-        attend_tile<Type, Most, false>(a, item.head, wave_uniform(table[base / kPageRows]), base, high + 1, seen,
-                                       q + first * kQueryStride<Most>, first_tile, state, o);
-      }
+      attend<Type, Most, false>(a, item, lowest_position(a, low) / kTileKeys * kTileKeys, kTileKeys, high + 1, low,
+                                high, behind == first + kTileVectors, q + first * kQueryStride<Most>, first_tile, state,
+                                o);
 #pragma unroll
       for (u32 j = 0; j < state.count; ++j) {
         const u32 vector = first + tile_own_column(j);

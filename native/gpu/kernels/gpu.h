@@ -9,6 +9,7 @@
 #include "common.h"
 
 // APU_KERNEL(threads) void name(Args args): an entry point, launched with exactly `threads` threads in x.
+// APU_KERNEL_OF(threads, blocks): the same, its registers such that so many blocks fit an NVIDIA unit.
 // APU_DEVICE: inlined device function.  APU_SHARED: static LDS variable.  APU_CONSTANT: table in constant memory.
 // dynamic_shared(): the launch's dynamic LDS, 16-byte aligned.
 namespace apu::gpu {
@@ -85,7 +86,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // floats_to_halves(low, high), half2_mul(a, b), half2_add(a, b), half2_fma(a, b, c): two halves in a u32.
 // max_u16_pairs(a, b): of the two 16-bit integers in each.
 // bits_to_float(u), float_to_bits(x); fma, sqrt, exp, log, floor, fabs, min, max of float: fma_f32 ...
-// exp2_f32(x): 2^x, within 2 ulp; results below 2^-126 may be 0.
+// rcp_f32(x): 1 / x, within 1 ulp.  exp2_f32(x): 2^x, within 2 ulp; results below 2^-126 may be 0.
 // round_even_f32(x): to the nearest integer, ties to even. Nothing is contracted: a * b + c rounds twice.
 //
 // atomic_add(u32*, v), atomic_max(u32*, v): device scope, relaxed; return the old value.

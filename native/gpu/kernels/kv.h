@@ -54,7 +54,7 @@ template <bool Values> APU_DEVICE void store_position(const PagedState &state, u
     const float scale = half_to_float(half), inverse = finite && scale != 0.0f ? 1.0f / scale : 0.0f;
     const float y = finite ? max_f32(min_f32(v * inverse, 127.0f), -127.0f) : 0.0f;
     if (m >= d) continue;
-    part[kv_index<Values>(r, m, d)] = u8(i8(i32(round_even_f32(y))));
+    part[kv_index<Values>(r, m, d)] = u8(i32(round_even_f32(y)) + 128);
     if (m % kScaleBlock == 0) scales[kv_scale_index<Values>(r, m / kScaleBlock, d)] = half;
   }
 }
@@ -64,7 +64,7 @@ template <bool Values> APU_DEVICE float load_element(u32 type, const u8 *part, u
   const u32 at = kv_index<Values>(r, m, d);
   if (type == kF16) return half_to_float(reinterpret_cast<const u16 *>(part)[at]);
   const u16 *scales = reinterpret_cast<const u16 *>(part + kPageRows * d);
-  return float(i8(part[at])) * half_to_float(scales[kv_scale_index<Values>(r, m / kScaleBlock, d)]);
+  return float(i32(part[at]) - 128) * half_to_float(scales[kv_scale_index<Values>(r, m / kScaleBlock, d)]);
 }
 
 } // namespace apu::gpu

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #define APU_KERNEL(threads) extern "C" __global__ __launch_bounds__(threads)
+#define APU_KERNEL_OF(threads, blocks) extern "C" __global__ __launch_bounds__(threads, blocks)
 #define APU_DEVICE static __device__ __forceinline__
 #define APU_METHOD __device__ __forceinline__
 #define APU_SHARED static __shared__
@@ -296,6 +297,11 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return expf(x);
+}
+APU_DEVICE float rcp_f32(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 APU_DEVICE float exp2_f32(float x) {
   float y;

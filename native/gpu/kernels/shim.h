@@ -12,6 +12,7 @@
 #define APU_KERNEL(threads)                                                                                            \
   static_assert((threads) % apu::gpu::kWaveSize == 0, "apu_kernel");                                                   \
   extern "C" __attribute__((visibility("default")))
+#define APU_KERNEL_OF(threads, blocks) APU_KERNEL(threads)
 #define APU_DEVICE [[maybe_unused]] static inline
 #define APU_METHOD
 #define APU_SHARED static thread_local
@@ -329,6 +330,9 @@ APU_DEVICE float sqrt_f32(float x) {
 }
 APU_DEVICE float exp_f32(float x) {
   return __builtin_expf(x);
+}
+APU_DEVICE float rcp_f32(float x) {
+  return 1.0f / x;
 }
 APU_DEVICE float exp2_f32(float x) {
   return __builtin_exp2f(x);
