@@ -28,5 +28,8 @@ for argument in "$@"; do
 done
 [ $build = 0 ] || ./build.sh
 [ -x .venv/bin/python ] || { echo "gpu_verify.sh: .venv is missing; run ./build.sh" >&2; exit 2; }
+.venv/bin/python -c 'import pytest, pytest_timeout, gguf' 2>/dev/null ||
+  .venv/bin/python -m pip --disable-pip-version-check --quiet install 'pytest>=8' pytest-timeout pytest-asyncio gguf ||
+  echo "gpu_verify.sh: pytest and gguf cannot be installed here: the kernel tests are left out" >&2
 cd "$here" # where --model and --report are meant from
 exec "$root/.venv/bin/python" "$root/scripts/gpu_verify.py" ${arguments[@]+"${arguments[@]}"}

@@ -25,7 +25,7 @@ struct View {
 
 struct SelectShared {
   u32 low[kBins], high[kBins]; // sums of 64 bits
-  u64 wave_totals[kFinishWaves];
+  u64 wave_totals[kFinishWaves + 1];
   u64 found[4];
 };
 
@@ -41,22 +41,30 @@ APU_DEVICE u64 wave_sum64(u64 v) {
   return v;
 }
 
-// Sum of v over the threads before this one; `total` over all. Ends with all threads past their reads of `totals`.
-APU_DEVICE u64 block_scan(u64 v, u64 *totals, u64 &total) {
-  u64 sum = v;
+// Sums over this lane and those before it.
+APU_DEVICE u64 wave_scan(u64 v) {
 #pragma unroll
   for (u32 distance = 1; distance < kWaveSize; distance *= 2) {
-    const u64 other = shuffle64(sum, lane_id() >= distance ? lane_id() - distance : lane_id());
-    if (lane_id() >= distance) sum += other;
+    const u64 other = shuffle64(v, lane_id() >= distance ? lane_id() - distance : lane_id());
+    if (lane_id() >= distance) v += other;
   }
+  return v;
+}
+
+// Sum of v over the threads before this one; `total` over all. Ends with all threads past their reads of `totals`.
+APU_DEVICE u64 block_scan(u64 v, u64 *totals, u64 &total) {
+  static_assert(kFinishWaves <= kWaveSize);
+  const u64 sum = wave_scan(v);
   if (lane_id() == kWaveSize - 1) totals[wave_id()] = sum;
   block_sync();
-  u64 before = 0;
-  total = 0;
-  for (u32 w = 0; w < kFinishWaves; ++w) {
-    if (w < wave_id()) before += totals[w];
-    total += totals[w];
+  if (wave_id() == 0) {
+    const u64 mine = lane_id() < kFinishWaves ? totals[lane_id()] : 0, all = wave_scan(mine);
+    if (lane_id() < kFinishWaves) totals[lane_id()] = all - mine;
+    if (lane_id() == kFinishWaves - 1) totals[kFinishWaves] = all;
   }
+  block_sync();
+  const u64 before = totals[wave_id()];
+  total = totals[kFinishWaves];
   block_sync();
   return before + sum - v;
 }
