@@ -9,7 +9,7 @@
 namespace apu::gpu {
 namespace {
 
-constexpr uint32_t kFewRows = 8;
+constexpr uint32_t kFewRows = 4;
 
 class Route final : public Op {
 public:

@@ -147,7 +147,7 @@ def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Arr
     args = shim.args(
         "RouteArgs",
         count=count(shim, rows),
-        scores=shim.input(logits),
+        scores=shim.input(np.concatenate([logits, logits[:1]])),  # memory holds the bucket's rows
         router={"rows": experts},
         ids=ids,
         weights=weights,

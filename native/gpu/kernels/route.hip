@@ -135,6 +135,7 @@ APU_DEVICE float order_of(float score) { // NaN is the worst
 }
 
 // Up to kRouteWaveItems * kWaveSize experts: every wave holds all scores, so that maximum and sum need no barrier.
+// The row is looked for among the step's only after the loads: memory holds the rows of every bucket.
 APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
   constexpr u32 most_experts = kRouteWaveItems * kWaveSize;
   APU_SHARED u32x4 orders[most_experts / 4]; // of scores, as unsigned integers; NaN is 1, what is no expert 0
@@ -148,6 +149,7 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
     const u32 e = i * kWaveSize + lane_id();
     v[i] = e < experts ? scores[e] : kMinusInfinity;
   }
+  if (row >= count_rows(a.count)) return;
   if (a.softmax) {
 #pragma unroll
     for (u32 i = 0; i < kRouteWaveItems; ++i) most = max_f32(most, v[i]);
@@ -163,7 +165,7 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
 #pragma unroll
   for (u32 i = 0; i < kRouteWaveItems; ++i) {
     const u32 e = i * kWaveSize + lane_id();
-    if (i % kRouteWaves != wave_id() || i * kWaveSize >= experts) continue;        // each wave writes its part
+    if (i % kRouteWaves != wave_id()) continue;                                    // each wave writes its part
     const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i])); // not negative
     reinterpret_cast<u32 *>(orders)[e] = e >= experts ? 0 : score == score ? float_to_bits(score) + 2 : 1;
   }
@@ -176,14 +178,16 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
     const u32 e = e0 + thread_id() / p;
     const u32 mine = e < experts ? reinterpret_cast<const u32 *>(orders)[e] : 1;
     u32 rank = 0;
-#pragma unroll 8
-    for (u32 g = part; g < fours; g += p) {
-      const u32x4 four = orders[g];
-      const u32 least = 4 * g + 3 < e ? mine - 1 : mine; // equals win where they come first
-      rank += four[0] > least;
-      rank += four[1] > least;
-      rank += four[2] > least;
-      rank += four[3] > least;
+    for (u32 g0 = part; g0 < fours; g0 += 8 * p) { // beyond the experts lie zeros
+      u32x4 four[8];
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) four[i] = orders[g0 + i * p];
+#pragma unroll
+      for (u32 i = 0; i < 8; ++i) {
+        const u32 least = 4 * (g0 + i * p) + 3 < e ? mine - 1 : mine; // equals win where they come first
+#pragma unroll
+        for (u32 k = 0; k < 4; ++k) rank += four[i][k] > least;
+      }
     }
     if (e < experts && e / 4 % p == part) { // the equals beside it
       const u32x4 four = orders[e / 4];
@@ -352,9 +356,8 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
 // One block a row, after products of many rows or with many experts.
 APU_KERNEL(kRouteThreads) void route_choose(RouteArgs a) {
   const u32 row = block_id();
-  if (row >= count_rows(a.count)) return;
   if (a.router.rows <= kRouteWaveItems * kWaveSize)
     choose_of_few(a, row);
-  else
+  else if (row < count_rows(a.count))
     choose_of_many(a, row);
 }
