@@ -44,7 +44,8 @@ struct ActivationRows {
   APU_METHOD ActivationRow row(u32 r, u32 slot = 0) const {
     const u64 at = (first + r < last ? first + r : last) + slot;
     const u64 halves = at * (in.columns / 16);
-    return {in.q + at * in.columns, in.d + halves, in.s16 + halves, in.x + at * in.k};
+    return {global_pointer<const i8>(u64(in.q + at * in.columns)), global_pointer<const float>(u64(in.d + halves)),
+            global_pointer<const float>(u64(in.s16 + halves)), global_pointer<const float>(u64(in.x + at * in.k))};
   }
 };
 
