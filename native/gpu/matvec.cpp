@@ -21,6 +21,8 @@ static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_AC
 
 namespace {
 
+constexpr uint32_t kMostSteps = 4;
+
 const char *tuned_name(uint32_t type) {
   switch (type) {
   case APU_F32: return "f32";
@@ -48,11 +50,12 @@ bool is_float(uint32_t type) {
   return type == APU_F32 || type == APU_F16 || type == APU_BF16;
 }
 
-// Resident waves of a compute unit that a launch of this LDS use and row count may count on.
+// Waves of a compute unit that registers and LDS let run at once: more rows of activations take more registers.
 uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
-  uint32_t waves = props.threads_of_unit / props.wave_size;
+  const uint32_t registers = r <= 2 ? 28 : r <= 4 ? 20 : 8;
+  uint32_t waves = std::min(props.threads_of_unit / props.wave_size, registers);
   if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);
-  return std::max(std::min(waves, r <= 2 ? 24u : 12u), kMatvecWaves);
+  return std::max(waves, kMatvecWaves);
 }
 
 } // namespace
@@ -73,8 +76,7 @@ MatvecKind matvec_kind(uint32_t type, int32_t precision) {
 uint32_t matvec_image_bytes(const MatvecKind &kind, const DriverProps &props) {
   if (!kind.bytes) return 0;
   const uint32_t slice = kItemColumns * props.wave_size / kind.elements * kind.bytes;
-  const bool async = props.arch.starts_with("sm_"); // as kAsyncCopy
-  return kMatvecWaves * (async ? kMatvecStages : 1) * kind.set * (slice + kRowImageExtra);
+  return kMatvecWaves * kind.set * (slice + kRowImageExtra);
 }
 
 MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props, uint32_t k, uint64_t rows, uint32_t r,
@@ -88,10 +90,12 @@ MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props,
     return uint32_t(sizeof(float)) * g.slices * r * set * steps * kMatvecWaves / splits;
   };
   const uint64_t sets = (rows * (pair ? 2 : 1) + set - 1) / set;
-  const uint64_t wanted = uint64_t(props.compute_units) * waves_of_unit(props, images + sums(1, 1), r);
-  g.splits = 1;
-  while (g.splits < kMatvecWaves && g.splits < g.slices && sets * g.splits < wanted) g.splits *= 2;
-  g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / wanted, 1, 8));
+  // A row's slices side by side, which ends soonest. Then steps, where activations are kept in registers, until the
+  // blocks just fill the device, but no more than pay: many blocks spread more evenly.
+  g.splits = g.steps = 1;
+  while (g.splits < kMatvecWaves && g.splits < g.slices) g.splits *= 2;
+  const uint64_t resident = uint64_t(props.compute_units) * waves_of_unit(props, images + sums(1, 1), r);
+  if (kind.bytes) g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / resident, 1, kMostSteps));
   while (g.steps > 1 && sums(g.splits, g.steps) > kMatvecSumBytes) --g.steps;
   g.block_rows = set * g.steps * kMatvecWaves / g.splits / (pair ? 2 : 1);
   g.lds = images + sums(g.splits, g.steps);

@@ -130,10 +130,9 @@ def run_matvec(
     elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
     set_rows = (o.set or (FLOAT_SET if floats else SET)) * o.steps * WAVES // o.splits
     block_rows = set_rows // 2 if o.pair else set_rows
-    stages = 2  # more than needed where copies are not asynchronous
     lds = 4 * slices * o.r * set_rows
     if not floats:
-        lds += WAVES * stages * SET * (lanes_k // elements * size + EXTRA)
+        lds += WAVES * SET * (lanes_k // elements * size + EXTRA)
     outs: list[Buffer] = []
     fields, first = [], 0
     for m, side in enumerate(sides):

@@ -57,7 +57,7 @@ def launch(
     lds = 4 * slices * (used if second else 1) * set_rows
     if not floats and name != "any":
         elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
-        lds += WAVES * 2 * SET * (columns // elements * size + EXTRA)
+        lds += WAVES * SET * (columns // elements * size + EXTRA)
     for name_, array in list(fields.items()):
         fields[name_] = shim.input(array) if isinstance(array, np.ndarray) else array
     bucket = rows + 1

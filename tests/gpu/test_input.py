@@ -12,7 +12,9 @@ PART = 1024  # columns of a block without a norm
 EPS = 1e-5
 
 
-@pytest.fixture(params=[(32, False), (32, True), (64, False), (64, True)], ids=lambda p: f"w{p[0]}{'r' * p[1]}")
+@pytest.fixture(
+    scope="module", params=[(32, False), (32, True), (64, False), (64, True)], ids=lambda p: f"w{p[0]}{'r' * p[1]}"
+)
 def shim(request: pytest.FixtureRequest) -> Shim:
     return Shim(["input.hip"], wave=request.param[0], reverse=request.param[1])
 

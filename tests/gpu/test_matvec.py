@@ -24,7 +24,7 @@ TYPES = [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
 SHIMS = [(32, False), (32, True), (64, False), (64, True)]
 
 
-@pytest.fixture(params=SHIMS, ids=lambda p: f"w{p[0]}{'r' * p[1]}")
+@pytest.fixture(scope="module", params=SHIMS, ids=lambda p: f"w{p[0]}{'r' * p[1]}")
 def shim(request: pytest.FixtureRequest) -> Shim:
     """Waves of 32 copy to LDS asynchronously, waves of 64 through registers."""
     wave, reverse = request.param

@@ -13,7 +13,9 @@ TYPES = [Q.F32, Q.F16, Q.BF16]
 NONE = np.zeros((0, 0), np.float32)
 
 
-@pytest.fixture(params=[(32, False), (32, True), (64, False), (64, True)], ids=lambda p: f"w{p[0]}{'r' * p[1]}")
+@pytest.fixture(
+    scope="module", params=[(32, False), (32, True), (64, False), (64, True)], ids=lambda p: f"w{p[0]}{'r' * p[1]}"
+)
 def shim(request: pytest.FixtureRequest) -> Shim:
     return Shim(["matvec_float.hip"], wave=request.param[0], reverse=request.param[1])
 

@@ -18,6 +18,7 @@ constexpr u32 kWaveSize = 64;
 constexpr u32 kWaveSize = 32;
 #endif
 constexpr bool kAsyncCopy = false;
+constexpr bool kBulkCopy = false;
 constexpr u32 kGridCopies = 2, kSignCopies = 2;
 constexpr bool kSignsOfActivations = true;
 
@@ -225,6 +226,10 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
 APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
   *(__attribute__((address_space(3))) u32x4 *)a = load16_stream(global);
 }
+APU_DEVICE void bulk_init(SharedAddress) {}
+APU_DEVICE void bulk_expect(SharedAddress, u32) {}
+APU_DEVICE void bulk_copy(SharedAddress, const void *, u32, SharedAddress) {}
+APU_DEVICE void bulk_wait(SharedAddress, u32) {}
 APU_DEVICE void copy_commit() {}
 template <int N> APU_DEVICE void copy_wait() {}
 APU_DEVICE void prefetch_global(const void *) {}

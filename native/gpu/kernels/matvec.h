@@ -1,10 +1,11 @@
 // Products of a quantised matrix with 1 to 8 rows of int8 activations: the frame, over a Format that knows one type.
 //
-// A wave copies the bytes of a few matrix rows (a set) as they lie in the file, 16 aligned bytes a lane, into LDS of
-// its own, while it multiplies the set before. A lane owns the same 64 columns (an item) of every row and keeps their
-// activations in registers, so a row costs its own bytes and nothing else. Sums of waves meet in LDS once, at the end
-// of the block, where bias, activation, residual and cap are applied and rows are written side by side.
-// Bytes moved: the matrix once for each 8 rows of activations; the activations once for each block, from cache.
+// A wave copies the bytes of a few matrix rows (a set) as they lie in the file into LDS of its own, by a bulk copy, or
+// 16 aligned bytes a lane through registers while it multiplies the set before. A lane owns the same 64 columns (an
+// item) of every row and keeps their activations in registers, so a row costs its own bytes and nothing else. Sums of
+// waves meet in LDS once, at the end of the block, where bias, activation, residual and cap are applied and rows are
+// written side by side. Bytes moved: the matrix once for each 8 rows of activations; the activations once for each
+// block, from cache.
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
@@ -26,8 +27,6 @@
 #include "matvec_args.h"
 
 namespace apu::gpu {
-
-constexpr u32 kStages = kAsyncCopy ? kMatvecStages : 1; // sets in LDS
 
 // One row of activations. Columns beyond K are zero up to a multiple of 256.
 struct ActivationRow {
@@ -217,8 +216,7 @@ template <u32 kSet> struct WaveRows {
 // The block's LDS sums begin here.
 template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
-  return reinterpret_cast<float *>(dynamic_shared() +
-                                   kMatvecWaves * kStages * kMatvecSet * (kSliceBytes + kRowImageExtra));
+  return reinterpret_cast<float *>(dynamic_shared() + kMatvecWaves * kMatvecSet * (kSliceBytes + kRowImageExtra));
 }
 
 // All threads of the block; `rows` are those of activations. Ends with a barrier.
@@ -227,17 +225,23 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
   static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
-  // Without asynchronous copies the next set waits in registers while one is multiplied, where there are enough.
-  constexpr bool kHold = !kAsyncCopy && R <= 2;
+  // Without bulk copies the next set waits in registers while one is multiplied, where there are enough.
+  constexpr bool kHold = !kBulkCopy && R <= 2;
   constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
   const u32 wave = wave_uniform(wave_id()), lane = lane_id();
   const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift();
   const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
   const u32 row_bytes = k / Format::kElements * Format::kBytes;
   const u32 set_rows = groups * work.steps * kSet;
-  u8 *images = dynamic_shared() + wave * (kStages * kSet * kImage);
+  u8 *images = dynamic_shared() + wave * (kSet * kImage);
   const SharedAddress shared_images = shared_address(images);
   float *sums = matvec_sums<Format, R>();
+  const SharedAddress barrier = shared_images; // in the lead of the first image
+  u32 rounds = 0;                              // of copies
+  if constexpr (kBulkCopy) {
+    if (lane == 0) bulk_init(barrier);
+    wave_sync();
+  }
   if constexpr (requires { Format::prepare(); }) {
     Format::prepare();
     block_sync();
@@ -248,7 +252,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     const u32 slice = part.slice;
     const WaveRows<kSet> matrix = WaveRows<kSet>::of(work, part.first_row, group, groups);
     const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
-    auto place = [&](u32 stage, u32 q) { return (stage * kSet + q) * kImage + 16; };
+    auto place = [&](u32 q) { return q * kImage + 16; };
     auto put_row = [&](const u32x4 *held, u8 *to) { // what was not fetched too: nobody reads it
 #pragma unroll
       for (u32 c = 0; c < kChunks; ++c) {
@@ -256,34 +260,40 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
         if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1) store16(to + 16 * at, held[c]);
       }
     };
-    u32x4 held[kHold ? kSet : 1][kAsyncCopy ? 1 : kChunks];
-    auto fetch = [&](u32 step, u32 stage) {
+    u32x4 held[kHold ? kSet : 1][kBulkCopy ? 1 : kChunks];
+    auto fetch = [&](u32 step) {
+      if (step >= work.steps) return;
+      const u8 *from[kSet]; // null beyond the matrix
+      u32 size[kSet], all = 0;
+#pragma unroll
+      for (u32 q = 0; q < kSet; ++q) {
+        const u8 *p = matrix.at(step, q);
+        const u32 low = u32(reinterpret_cast<u64>(p));
+        from[q] = p ? reinterpret_cast<const u8 *>(reinterpret_cast<u64>(p) & ~u64(15)) + slice * kSliceBytes : nullptr;
+        size[q] = p ? (low % 16 + bytes + 15) & ~15u : 0;
+        all += size[q];
+      }
+      if constexpr (kBulkCopy) {
+        if (lane == 0) {
+          bulk_expect(barrier, all);
+#pragma unroll
+          for (u32 q = 0; q < kSet; ++q)
+            if (from[q]) bulk_copy(shared_images + place(q), from[q], size[q], barrier);
+        }
+        return;
+      }
 #pragma unroll
       for (u32 q = 0; q < kSet; ++q) {
         u32x4 *row = held[kHold ? q : 0];
-        const u8 *p = step < work.steps ? matrix.at(step, q) : nullptr;
-        if (p) {
-          const u32 shift = u32(reinterpret_cast<u64>(p)) % 16;
-          const u8 *from =
-              reinterpret_cast<const u8 *>(reinterpret_cast<u64>(p) & ~u64(15)) + slice * kSliceBytes + 16 * lane;
-          const i32 mine = i32(shift + bytes) - i32(16 * lane); // bytes from this lane's first on
+        const i32 mine = i32(size[q]) - i32(16 * lane); // bytes from this lane's first on
 #pragma unroll
-          for (u32 c = 0; c < kChunks; ++c) {
-            if (mine <= i32(16 * c * kWaveSize)) continue;
-            if constexpr (kAsyncCopy)
-              shared_copy16_async(shared_images + (place(stage, q) + 16 * lane) + c * kWaveSize * 16,
-                                  from + c * kWaveSize * 16);
-            else
-              row[c] = load16_stream(from + c * kWaveSize * 16);
-          }
-        }
-        if (!kAsyncCopy && !kHold) put_row(row, images + place(stage, q));
+        for (u32 c = 0; c < kChunks; ++c)
+          if (mine > i32(16 * c * kWaveSize)) row[c] = load16_stream(from[q] + 16 * lane + c * kWaveSize * 16);
+        if (!kHold) put_row(row, images + place(q));
       }
-      copy_commit();
     };
 
-#pragma unroll
-    for (u32 step = 0; step < (kHold ? 1 : kStages); ++step) fetch(step, step);
+    fetch(0);
     const u32 item = slice * kWaveSize + lane;
     const bool whole = k % kItemColumns == 0; // items
     const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
@@ -292,13 +302,15 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
 #pragma unroll
       for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), item);
     }
-    u32 stage = 0;
     for (u32 step = 0; step < work.steps; ++step) {
-      copy_wait<kStages - 1>();
+      if constexpr (kBulkCopy) {
+        bulk_wait(barrier, rounds & 1);
+        ++rounds;
+      }
       if constexpr (kHold) {
 #pragma unroll
-        for (u32 q = 0; q < kSet; ++q) put_row(held[q], images + place(0, q));
-        fetch(step + 1, 0);
+        for (u32 q = 0; q < kSet; ++q) put_row(held[q], images + place(q));
+        fetch(step + 1);
       }
       wave_sync();
       u32 starts[kSet]; // of the slices in their images
@@ -315,7 +327,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
           u32 at = starts[q];
 #pragma unroll
           for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? starts[other] : at;
-          const RowImage image{shared_images + (place(stage, q0 + q) - 16), at};
+          const RowImage image{shared_images + (place(q0 + q) - 16), at};
           if (valid) {
             if constexpr (Format::kAligned) {
               if (at == 16 && whole)
@@ -336,13 +348,9 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
           sums[(i * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
       }
       wave_sync();
-      if constexpr (!kHold) {
-        fetch(step + kStages, stage);
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-      }
+      if constexpr (!kHold) fetch(step + 1);
     }
   }
-  copy_wait<0>();
   block_sync();
 }
 

@@ -15,7 +15,6 @@ constexpr u32 kMatvecSet = 2;         // rows of a matrix that a wave computes a
 constexpr u32 kFloatSet = 4;          // the same for float matrices and precision "exact"
 constexpr u32 kItemColumns = 64;      // of a lane
 constexpr u32 kFloatItemColumns = 32; // of a lane in a slice of a float matrix
-constexpr u32 kMatvecStages = 2;      // sets in LDS where copies are asynchronous, else one
 constexpr u32 kMatvecSides = 4;       // matrices of one launch
 constexpr u32 kRowImageExtra = 32;    // bytes of a staged row beside its slice: lead, misalignment and overshoot
 
@@ -46,7 +45,7 @@ struct MatvecArgs {
 
 // Dynamic LDS of a block: images of the staged rows (quantised matrices), then a float for each slice, activation row
 // and row; set is kMatvecSet or kFloatSet.
-//   images: kMatvecWaves * stages * set * (slice bytes + kRowImageExtra)
+//   images: kMatvecWaves * set * (slice bytes + kRowImageExtra)
 //   sums:   4 * slices * R * rows, rows = set * steps * kMatvecWaves / splits
 
 } // namespace apu::gpu

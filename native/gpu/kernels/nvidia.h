@@ -15,6 +15,7 @@ namespace apu::gpu {
 
 constexpr u32 kWaveSize = 32;
 constexpr bool kAsyncCopy = true;
+constexpr bool kBulkCopy = true;
 constexpr u32 kGridCopies = 1, kSignCopies = 32;
 constexpr bool kSignsOfActivations = false;
 
@@ -241,6 +242,27 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
 }
 APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a), "l"(global) : "memory");
+}
+APU_DEVICE void bulk_init(SharedAddress barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+}
+APU_DEVICE void bulk_expect(SharedAddress barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+APU_DEVICE void bulk_copy(SharedAddress to, const void *global, u32 bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+APU_DEVICE void bulk_wait(SharedAddress barrier, u32 parity) {
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "waiting%=:\n"
+               "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+               "@!done bra waiting%=;\n"
+               "}" ::"r"(barrier),
+               "r"(parity)
+               : "memory");
 }
 APU_DEVICE void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -23,8 +23,10 @@ namespace apu::gpu {
 constexpr u32 kWaveSize = APU_SHIM_WAVE;
 #if defined(APU_SHIM_ASYNC)
 constexpr bool kAsyncCopy = true;
+constexpr bool kBulkCopy = true;
 #else
 constexpr bool kAsyncCopy = false;
+constexpr bool kBulkCopy = false;
 #endif
 constexpr u32 kGridCopies = 2, kSignCopies = APU_SHIM_WAVE / 2;
 constexpr bool kSignsOfActivations = APU_SHIM_WAVE == 64;
@@ -247,6 +249,40 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
 }
 APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
   copy16_async(a, global);
+}
+// The barrier holds the rounds begun and the bytes still to be asked for. Copies are under way until the wait.
+APU_DEVICE void bulk_init(SharedAddress barrier) {
+  std::memset(barrier, 0, 8);
+}
+APU_DEVICE void bulk_expect(SharedAddress barrier, u32 bytes) {
+  u32 *state = reinterpret_cast<u32 *>(barrier);
+  if (state[1]) shim::fail("bulk_expect: the round before has not all its copies");
+  ++state[0];
+  state[1] = bytes;
+}
+APU_DEVICE void bulk_copy(SharedAddress to, const void *global, u32 bytes, SharedAddress barrier) {
+  shim_check16(to);
+  shim_check16(global);
+  u32 *state = reinterpret_cast<u32 *>(barrier);
+  if (bytes % 16 || bytes > state[1]) shim::fail("bulk_copy: bytes that were not expected");
+  state[1] -= bytes;
+  if (shim::run->reverse)
+    std::memcpy(to, global, bytes);
+  else
+    shim::run->bulk.push_back({to, global, bytes, barrier});
+}
+APU_DEVICE void bulk_wait(SharedAddress barrier, u32 parity, u32 line = __builtin_LINE()) {
+  wave_sync(line); // the lane that copies comes here too, after it has asked for all
+  const u32 *state = reinterpret_cast<const u32 *>(barrier);
+  if (state[1] || !state[0] || (state[0] - 1) % 2 != parity) shim::fail("bulk_wait: a round that never ends");
+  std::vector<shim::BulkCopy> left;
+  for (const shim::BulkCopy &copy : shim::run->bulk) {
+    if (copy.barrier == barrier)
+      std::memcpy(copy.to, copy.from, copy.bytes);
+    else
+      left.push_back(copy);
+  }
+  shim::run->bulk.swap(left);
 }
 APU_DEVICE void copy_commit() {
   ++shim::run->fibers[thread_id()].groups;

@@ -160,6 +160,13 @@ struct Fiber {
   std::vector<Copy> copies; // under way
 };
 
+struct BulkCopy {
+  void *to;
+  const void *from;
+  u32 bytes;
+  const void *barrier;
+};
+
 struct Run {
   const Entry *entry;
   const void *argument;
@@ -171,6 +178,7 @@ struct Run {
   bool reverse;
   bool failed;
   Context scheduler;
+  std::vector<BulkCopy> bulk; // under way
   Fiber fibers[kMaxThreads];
   alignas(64) u8 exchanged[kMaxThreads * kMaxExchange]; // of each lane, since the wave's last exchange
   char error[1024];
@@ -459,6 +467,7 @@ apu_shim_launch(const char *name, const uint32_t *grid, uint32_t threads, uint32
       run->block[1] = uint32_t(b / grid[0] % grid[1]);
       run->block[2] = uint32_t(b / grid[0] / grid[1]);
       if (run->static_lds) std::memset(run->static_lds, kPoison, static_lds.bytes);
+      run->bulk.clear();
       std::memset(run->dynamic_lds, kPoison, size_t(run->dynamic_lds_end - run->dynamic_lds));
       run_block();
     }
