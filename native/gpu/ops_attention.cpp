@@ -57,20 +57,17 @@ public:
     AttentionArgs args = args_;
     args.parts = launcher.scratch_as<float>(Scratch::partial);
     args.counters = launcher.scratch_as<u32>(Scratch::counters);
-    const uint32_t heads = args.k_state.heads * args.head_chunks;
     // Bucket sizes above 8 are less than twice the step's: a single sequence in a larger one has more rows than few.
-    if (!rows_.function || args_.max_sequences > 1 || bucket.rows <= kFewRows) {
-      const uint64_t items = uint64_t(units(bucket.rows)) * spans(bucket.context) * heads;
-      launcher.launch(span_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, span_threads_, args, span_lds_);
-    }
+    if (!rows_.function || args.max_sequences > 1 || bucket.rows <= kFewRows)
+      launcher.launch(span_, grid(args, uint64_t(units(bucket.rows)) * spans(bucket.context)), span_threads_, args,
+                      span_lds_);
     if (!rows_.function || bucket.rows <= kFewRows) return;
     split(args, rows_vectors_);
     args.min_rows = kFewRows + 1;
     args.max_rows = ~0u;
     args.slots = 0;
-    const uint64_t chunks = bucket.rows / args.chunk_rows + std::min(args_.max_sequences, bucket.rows / kFewRows);
-    const uint64_t items = chunks * args.k_state.heads * args.head_chunks;
-    launcher.launch(rows_, {uint32_t(std::min<uint64_t>(items, most_blocks_))}, kRowsThreads, args, rows_lds_);
+    const uint64_t chunks = bucket.rows / args.chunk_rows + std::min(args.max_sequences, bucket.rows / kFewRows);
+    launcher.launch(rows_, grid(args, chunks), kRowsThreads, args, rows_lds_);
   }
 
 private:
@@ -82,11 +79,13 @@ private:
     const bool tiles = aligned && k.dtype == v.dtype && k.dtype != APU_F32 && d % 8 == 0 &&
                        d >= (k.dtype == APU_F16 ? 32 : 64) && dv % 16 == 0;
     if (tiles && std::max(d, dv) <= 256) {
-      const uint32_t most = std::max(d, dv) <= 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
+      const uint32_t most = d == 64 && dv == 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
       const Lds lds = most == 64    ? lds_of<64>(wave_size)
                       : most == 128 ? lds_of<128>(wave_size)
                                     : lds_of<256>(wave_size);
-      const std::string name = std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + std::to_string(most);
+      const bool exact = d == most && dv == most && (k.dtype == APU_F16 || most <= 128);
+      const std::string name =
+          std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + (exact ? "" : "to_") + std::to_string(most);
       span_ = b.kernel("attention_span_" + name, lds.span);
       rows_ = b.kernel("attention_rows_" + name, lds.rows);
       span_threads_ = kSpanThreads, span_lds_ = lds.span, rows_lds_ = lds.rows;
@@ -109,7 +108,14 @@ private:
   static void split(AttentionArgs &args, uint32_t vectors) {
     args.chunk_heads = std::min(args.group, vectors);
     args.chunk_rows = vectors / args.chunk_heads;
+    args.row_factor = args.chunk_rows == 1 ? 0 : 65536 / args.chunk_heads + 1;
     args.head_chunks = (args.group + args.chunk_heads - 1) / args.chunk_heads;
+  }
+
+  // `items` of each kv head's heads: not more blocks than run at once, a few times over.
+  Dim grid(const AttentionArgs &args, uint64_t items) const {
+    const uint32_t heads = args.k_state.heads * args.head_chunks;
+    return {uint32_t(std::min<uint64_t>(items, std::max(most_blocks_ / heads, 1u))), heads};
   }
 
   uint32_t units(uint32_t rows) const { // chunks of rows that a step of so many rows has, at most

@@ -63,7 +63,7 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
     for (u32 i = 0; i < kScored; ++i) {
       const u32 vector = first + i;
       if (vector >= vectors) continue;
-      const u32 position = item.position + vector / item.heads;
+      const u32 position = item.position + row_of(a, vector);
       const bool seen = inside && base + r <= position && base + r >= lowest_position(a, position);
       const float score = seen && a.cap != 0.0f ? soft_cap(s[i], a.cap) : s[i];
       lds.scores[vector * kScoreStride + r] = seen ? score : kMinusInfinity;
@@ -104,6 +104,12 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
   block_sync();
 }
 
+struct FmaResult {
+  const FmaLds &lds;
+  u32 dv;
+  APU_METHOD SpanElement of(u32 v, u32 m) const { return {lds.max[v], lds.sum[v], lds.acc[v * dv + m]}; }
+};
+
 template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
   const u32 d = a.k_state.head_size, dv = a.v_state.head_size, stride = a.chunk_rows * a.chunk_heads;
   FmaLds lds;
@@ -114,14 +120,13 @@ template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
   lds.sum = lds.max + stride;
   lds.shrink = lds.sum + stride;
   lds.flag = reinterpret_cast<u32 *>(lds.shrink + stride);
-  const Survey survey = survey_step(a);
-  if (block_id() >= survey.stride) return;
-  for (u32 i = block_id(); i < survey.items; i += survey.stride) {
-    Item item = find_item(a, survey, i);
+  const Survey survey = survey_step(a, sequence_items(a, 0));
+  for (u32 i = block_id(); i < survey.items && block_id() < survey.stride; i += survey.stride) {
+    Item item = find_item(a, survey, sequence_items(a, 0), i);
     const u32 vectors = item.rows * item.heads, last = survey.whole ? item.last_span : item.span;
     for (u32 u = thread_id(); u < vectors * d; u += kFmaThreads) {
-      const u32 v = u / d, row = item.row + v / item.heads, head = item.first_head + v % item.heads;
-      lds.q[u] = a.q[(u64(row) * a.heads + head) * d + u % d] * a.scale;
+      const u32 v = u / d;
+      lds.q[u] = a.q[(u64(item.row + row_of(a, v)) * a.heads + head_of(a, item, v)) * d + u % d] * a.scale;
     }
     for (; item.span <= last; ++item.span) {
       for (u32 u = thread_id(); u < vectors * dv; u += kFmaThreads) lds.acc[u] = 0.0f;
@@ -134,7 +139,7 @@ template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
       span_range(a, item, &begin, &end);
       for (u32 base = begin / kPageRows * kPageRows; base < end; base += kPageRows)
         attend_page<Float>(a, item, lds, base, begin, end);
-      finish_span<kFmaThreads>(a, survey, item, lds.max, lds.sum, lds.acc, lds.flag, lds.scores);
+      finish_span<kFmaThreads>(a, survey, item, dv, FmaResult{lds, dv}, lds.flag, lds.scores);
     }
   }
 }

@@ -54,8 +54,10 @@ struct AttentionArgs {
   u32 group;          // H / K
   u32 chunk_rows;
   u32 chunk_heads;
-  u32 head_chunks;        // of a kv head: group / chunk_heads, rounded up
-  u32 max_sequences;      // of a step
+  u32 row_factor;    // vector * row_factor >> 16 is its row of the chunk: 65536 / chunk_heads + 1, 0 where there is one
+                     // row
+  u32 head_chunks;   // of a kv head: group / chunk_heads, rounded up
+  u32 max_sequences; // of a step
   u32 min_rows, max_rows; // sequences with so many rows in the step are this kernel's
   float *parts;           // (slots, slot_floats)
   u32 slots;
@@ -74,14 +76,11 @@ template <u32 Most> constexpr u32 kQueryStride = Most / 32 % 2 ? Most : Most + 3
 // Values of heads above 128 are halved between two waves, which make the same scores.
 template <u32 Most> constexpr u32 kWaveParts = Most > 128 ? 2 : 1;
 template <u32 Most> constexpr u32 kWaveTiles = Most / 16 / kWaveParts<Most>;
-// Of a span's LDS: at least one wave's accumulators.
+// LDS of a span: queries, maxima, sums and accumulators of each wave's share of the positions.
+template <u32 Most, u32 Waves> constexpr u32 kSpanShares = Waves / kWaveParts<Most>;
 template <u32 Most, u32 Waves>
-constexpr u32 kSpanWords = kTileVectors * (Most + kAccPad) *
-                           (Most <= 64    ? (Waves < 6 ? Waves : 6)
-                            : Most <= 128 ? 3
-                                          : 1);
-template <u32 Most, u32 Waves>
-constexpr u32 kSpanLds = 4 * (kTileVectors * Most + 2 * kTileVectors * (Waves + 1) + 4 + kSpanWords<Most, Waves>);
+constexpr u32 kSpanLds =
+    2 * kTileVectors * kQueryStride<Most> + 4 * (kTileVectors * kSpanShares<Most, Waves> * (Most + kAccPad + 2) + 4);
 template <u32 Most, u32 Waves>
 constexpr u32 kRowsLds = 2 * Waves / kWaveParts<Most> * kTileVectors * kQueryStride<Most>;
 

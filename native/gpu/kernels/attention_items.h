@@ -1,10 +1,10 @@
 // How attention's work is cut into items and how their parts become rows of the output; shared by its kernels.
 //
 // A block finds its items itself from the step: of every sequence that is this kernel's, chunks x spans x kv heads.
-// Blocks stride over the items, so that sequences of different lengths share the device evenly and a grid larger than
-// the work costs little. A part's bits depend on its row and span alone, and parts are added up in the order of the
-// spans by one formula: which block does what changes nothing. Where the parts do not fit (`slots`), a block does all
-// spans of a chunk in turn with slots of its own.
+// Blocks stride over the items of a kv head (y), so that sequences of different lengths share the device evenly and a
+// grid larger than the work costs little. A part's bits depend on its row and span alone, and parts are added up in the
+// order of the spans by one formula: which block does what changes nothing. Where the parts do not fit (`slots`), a
+// block does all spans of a chunk in turn with slots of its own.
 #pragma once
 
 #include "kv.h"
@@ -13,10 +13,18 @@ namespace apu::gpu {
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
+struct SequenceItems { // of one sequence, kept by one lane
+  u32 row_begin, row_count, position, first_span, last_span;
+  u32 pages;  // first entry of its page table
+  u32 chunks; // 0: not this kernel's
+  APU_METHOD u32 items(bool whole) const { return whole ? chunks : chunks * (last_span - first_span + 1); }
+};
+
 struct Survey { // of the step, the same in all blocks
-  u32 items;    // spans of chunks, or chunks where `whole`
-  u32 stride;   // blocks that take part
-  u32 spans;    // of the longest sequence
+  u32 sequences;
+  u32 items;  // spans of chunks, or chunks where `whole`
+  u32 stride; // blocks that take part
+  u32 spans;  // of the longest sequence
   bool whole;
 };
 
@@ -37,30 +45,25 @@ APU_DEVICE u32 lowest_position(const AttentionArgs &a, u32 position) {
   return window && position >= window ? position - window + 1 : 0;
 }
 
-struct SequenceItems { // of one sequence, kept by one lane
-  u32 row_begin, row_count, position, first_span, last_span;
-  u32 pages; // first entry of its page table
-  u32 items; // without heads
-};
-
-APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 sequence, u32 count, bool whole) {
+// Of sequence `begin` + lane. What is there is read while the number of sequences is still on its way.
+APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 begin) {
+  const u32 sequence = begin + lane_id();
   SequenceItems s = {};
-  if (sequence >= a.max_sequences) return s; // what is there is read while `count` is still on its way
+  if (sequence >= a.max_sequences) return s;
   const Sequence q = a.step.sequences[sequence];
   s.pages = a.step.slots[u64(sequence) * a.step.groups + a.k_state.group].page_begin;
-  if (sequence >= count) return s;
+  if (sequence >= a.step.counts->sequences) return s;
   s.row_begin = q.row_begin;
   s.row_count = q.row_count;
   s.position = a.step.rows[q.row_begin].position;
   s.first_span = lowest_position(a, s.position) / kSpan;
   s.last_span = (s.position + q.row_count - 1) / kSpan;
-  const u32 chunks = (q.row_count + a.chunk_rows - 1) / a.chunk_rows;
   if (q.row_count >= a.min_rows && q.row_count <= a.max_rows)
-    s.items = whole ? chunks : chunks * (s.last_span - s.first_span + 1);
+    s.chunks = a.chunk_rows == 1 ? q.row_count : (q.row_count + a.chunk_rows - 1) / a.chunk_rows;
   return s;
 }
 
-APU_DEVICE u32 item_heads(const AttentionArgs &a) {
+APU_DEVICE u32 item_heads(const AttentionArgs &a) { // the grid's y
   return a.k_state.heads * a.head_chunks;
 }
 
@@ -68,70 +71,90 @@ APU_DEVICE u32 of_lane(u32 v, u32 lane) {
   return wave_uniform(wave_shuffle(v, lane));
 }
 
-APU_DEVICE Survey survey_step(const AttentionArgs &a) {
-  const u32 count = a.step.counts->sequences, heads = item_heads(a);
-  Survey s = {0, grid_size(), 0, false};
-  float longest = 0.0f;
+// `first`: sequence_items(a, 0).
+APU_DEVICE Survey survey_step(const AttentionArgs &a, const SequenceItems &first) {
+  Survey s = {};
+  s.sequences = a.step.counts->sequences;
+  s.stride = grid_size();
   u32 chunks = 0;
-  for (u32 begin = 0; begin < count; begin += kWaveSize) {
-    const SequenceItems q = sequence_items(a, begin + lane_id(), count, false);
-    const u32 spans = q.items ? q.last_span - q.first_span + 1 : 0;
-    s.items += wave_uniform(wave_sum(q.items));
-    chunks += wave_uniform(wave_sum(q.items ? (q.row_count + a.chunk_rows - 1) / a.chunk_rows : 0u));
-    longest = max_f32(longest, wave_max(float(spans))); // exact below 2^24
+  for (u32 begin = 0; begin < s.sequences; begin += kWaveSize) {
+    const SequenceItems q = begin ? sequence_items(a, begin) : first;
+    const u32 spans = q.chunks ? q.last_span - q.first_span + 1 : 0;
+    if (s.sequences == 1) { // nothing to add up
+      s.items = of_lane(q.items(false), 0);
+      chunks = of_lane(q.chunks, 0);
+      s.spans = of_lane(spans, 0);
+      break;
+    }
+    s.items += wave_uniform(wave_sum(q.items(false)));
+    chunks += wave_uniform(wave_sum(q.chunks));
+    const u32 most = wave_uniform(u32(wave_max(float(spans)))); // exact below 2^24
+    s.spans = most > s.spans ? most : s.spans;
   }
-  s.items *= heads;
-  s.spans = wave_uniform(u32(longest));
-  s.whole = s.items > a.slots;
+  const u32 heads = item_heads(a);
+  s.whole = s.items * heads > a.slots;
   if (s.whole) {
-    s.items = chunks * heads;
-    const u32 blocks = a.slots / s.spans;
+    s.items = chunks;
+    const u32 blocks = a.slots / (s.spans * heads);
     s.stride = blocks < s.stride ? blocks : s.stride;
   }
   return s;
 }
 
-APU_DEVICE Item find_item(const AttentionArgs &a, const Survey &s, u32 index) {
-  const u32 count = a.step.counts->sequences, heads = item_heads(a), parts = a.head_chunks;
-  u32 rest = index / heads;
-  Item out = {};
-  for (u32 begin = 0; begin < count; begin += kWaveSize) {
-    const SequenceItems q = sequence_items(a, begin + lane_id(), count, s.whole);
-    u32 end = q.items; // of this lane's items, the earlier lanes' included
+APU_DEVICE Item find_item(const AttentionArgs &a, const Survey &s, const SequenceItems &first, u32 index) {
+  SequenceItems q = first;
+  u32 rest = index, lane = 0;
+  for (u32 begin = 0; s.sequences > 1;) {
+    const u32 own = q.items(s.whole);
+    u32 end = own; // of this lane's items, the earlier lanes' included
 #pragma unroll
     for (u32 step = 1; step < kWaveSize; step *= 2) {
       const u32 before = wave_shuffle(end, lane_id() >= step ? lane_id() - step : 0);
       if (lane_id() >= step) end += before;
     }
-    const u32 all = wave_uniform(wave_shuffle(end, kWaveSize - 1));
-    if (rest >= all) {
-      rest -= all;
-      continue;
+    const u32 all = of_lane(end, kWaveSize - 1);
+    if (rest < all) {
+      lane = wave_uniform(wave_sum(end <= rest ? 1u : 0u));
+      rest -= of_lane(end - own, lane);
+      break;
     }
-    const u32 lane = wave_uniform(wave_sum(end <= rest ? 1u : 0u));
-    const u32 local = rest - of_lane(end - q.items, lane);
-    const u32 row_begin = of_lane(q.row_begin, lane), row_count = of_lane(q.row_count, lane);
-    const u32 position = of_lane(q.position, lane);
-    out.first_span = of_lane(q.first_span, lane);
-    out.last_span = of_lane(q.last_span, lane);
-    const u32 spans = s.whole ? 1 : out.last_span - out.first_span + 1, chunk = local / spans;
-    out.span = out.first_span + local % spans;
-    out.row = row_begin + chunk * a.chunk_rows;
-    out.rows = row_begin + row_count - out.row;
-    out.rows = out.rows < a.chunk_rows ? out.rows : a.chunk_rows;
-    out.position = position + chunk * a.chunk_rows;
-    out.pages = of_lane(q.pages, lane);
-    break;
+    rest -= all;
+    begin += kWaveSize;
+    q = sequence_items(a, begin);
   }
-  const u32 head = index % heads;
-  out.head = head / parts;
-  const u32 in_group = head % parts * a.chunk_heads;
+  Item out = {};
+  out.first_span = of_lane(q.first_span, lane);
+  out.last_span = of_lane(q.last_span, lane);
+  out.pages = of_lane(q.pages, lane);
+  u32 chunk = rest;
+  out.span = out.first_span;
+  if (!s.whole) {
+    const u32 spans = out.last_span - out.first_span + 1;
+    chunk = rest < spans ? 0 : rest / spans;
+    out.span += rest - chunk * spans;
+  }
+  out.row = of_lane(q.row_begin, lane) + chunk * a.chunk_rows;
+  const u32 rows = of_lane(q.row_count, lane) - chunk * a.chunk_rows;
+  out.rows = rows < a.chunk_rows ? rows : a.chunk_rows;
+  out.position = of_lane(q.position, lane) + chunk * a.chunk_rows;
+
+  const u32 heads = item_heads(a), head = block_id_y();
+  out.head = a.head_chunks == 1 ? head : head / a.head_chunks;
+  const u32 in_group = (head - out.head * a.head_chunks) * a.chunk_heads;
   out.first_head = out.head * a.group + in_group;
   out.heads = a.group - in_group < a.chunk_heads ? a.group - in_group : a.chunk_heads;
   out.unit = out.row * heads + head;
-  out.slot = s.whole ? block_id() * s.spans : index - (out.span - out.first_span) * heads;
+  out.slot = s.whole ? (block_id() * heads + head) * s.spans : (index - (out.span - out.first_span)) * heads + head;
   out.slot_step = s.whole ? 1 : heads;
   return out;
+}
+
+// The row of the chunk that a vector is of, and its query head. Several rows have equally many heads.
+APU_DEVICE u32 row_of(const AttentionArgs &a, u32 vector) {
+  return vector * a.row_factor >> 16;
+}
+APU_DEVICE u32 head_of(const AttentionArgs &a, const Item &item, u32 vector) {
+  return item.first_head + vector - row_of(a, vector) * item.heads;
 }
 
 // First and one behind the last position of `span` that any row of the chunk sees; begin >= end where none does.
@@ -155,8 +178,16 @@ APU_DEVICE float final_factor(const AttentionArgs &a, u32 head, float max, float
 }
 
 APU_DEVICE float *output_row(const AttentionArgs &a, const Item &item, u32 vector) {
-  const u32 row = item.row + vector / item.heads, head = item.first_head + vector % item.heads;
-  return a.out + (u64(row) * a.heads + head) * a.v_state.head_size;
+  const u64 row = item.row + row_of(a, vector);
+  return a.out + (row * a.heads + head_of(a, item, vector)) * a.v_state.head_size;
+}
+
+// thread_id() of which nothing is computed before the loop that it is asked in: items are worked on in phases, and
+// what all of them need would take registers in each.
+APU_DEVICE u32 thread_in_loop() {
+  u32 thread = thread_id();
+  hide(thread);
+  return thread;
 }
 
 constexpr u32 kWeightedParts = 64; // whose weights are in LDS at once
@@ -168,38 +199,47 @@ APU_DEVICE float *part_of(const AttentionArgs &a, const Item &item, u32 span) {
 // The chunk's rows of the output: the parts of all spans, added up. `lds`: stride * (kWeightedParts + 2) floats. A wave
 // takes the maxima and sums of its vectors, the part of span s in lane s % wave, so that their order depends on the
 // spans' numbers alone.
-template <u32 Threads> APU_DEVICE void combine_parts(const AttentionArgs &a, const Item &item, float *lds) {
-  const u32 vectors = item.rows * item.heads, dv = a.v_state.head_size, stride = a.chunk_rows * a.chunk_heads;
+template <u32 Threads> APU_DEVICE void combine_parts(const AttentionArgs &a, const Item &item, u32 dv, float *lds) {
+  const u32 vectors = item.rows * item.heads, stride = a.chunk_rows * a.chunk_heads;
+  const u32 thread = thread_in_loop(), lane = thread % kWaveSize;
   float *weights = lds, *maxima = lds + stride * kWeightedParts, *factors = maxima + stride;
-  const u32 aligned = item.first_span / kWaveSize * kWaveSize;
-  for (u32 v = wave_id(); v < vectors; v += Threads / kWaveSize) {
-    float max = kMinusInfinity, sum = 0.0f;
-    for (u32 s = aligned + lane_id(); s <= item.last_span; s += kWaveSize)
-      if (s >= item.first_span) max = max_f32(max, part_of(a, item, s)[v]);
+  const u32 first = item.first_span, last = item.last_span, own = first / kWaveSize * kWaveSize + lane;
+  const bool at_once = last - first < kWeightedParts;
+  for (u32 v = thread / kWaveSize; v < vectors; v += Threads / kWaveSize) {
+    const bool real = own >= first && own <= last;
+    const float *part = part_of(a, item, real ? own : first);
+    const float own_max = real ? part[v] : kMinusInfinity, own_sum = real ? part[stride + v] : 0.0f;
+    float max = own_max;
+    for (u32 s = own + kWaveSize; s <= last; s += kWaveSize) max = max_f32(max, part_of(a, item, s)[v]);
     max = wave_max(max);
-    for (u32 s = aligned + lane_id(); s <= item.last_span; s += kWaveSize) {
-      if (s < item.first_span) continue;
-      const float *part = part_of(a, item, s);
-      sum = fma_f32(exp_f32(part[v] - max), part[stride + v], sum);
+    const float own_weight = exp_f32(own_max - max);
+    float sum = own_weight * own_sum;
+    if (at_once && real) weights[(own - first) * stride + v] = own_weight;
+    for (u32 s = own + kWaveSize; s <= last; s += kWaveSize) {
+      const float weight = exp_f32(part_of(a, item, s)[v] - max);
+      sum = fma_f32(weight, part_of(a, item, s)[stride + v], sum);
+      if (at_once) weights[(s - first) * stride + v] = weight;
     }
     sum = wave_sum(sum);
-    if (lane_id() == 0) {
+    if (lane == 0) {
       maxima[v] = max;
-      factors[v] = final_factor(a, item.first_head + v % item.heads, max, sum);
+      factors[v] = final_factor(a, head_of(a, item, v), max, sum);
     }
   }
-  for (u32 begin = item.first_span; begin <= item.last_span; begin += kWeightedParts) {
-    const u32 rest = item.last_span + 1 - begin, count = rest < kWeightedParts ? rest : kWeightedParts;
+  for (u32 begin = first; begin <= last; begin += kWeightedParts) {
+    const u32 count = last + 1 - begin < kWeightedParts ? last + 1 - begin : kWeightedParts;
     block_sync();
-    for (u32 i = thread_id(); i < count * vectors; i += Threads) {
-      const u32 s = i / vectors, v = i % vectors;
-      weights[s * stride + v] = exp_f32(part_of(a, item, begin + s)[v] - maxima[v]);
+    if (!at_once) {
+      for (u32 i = thread; i < count * vectors; i += Threads) {
+        const u32 s = i / vectors, v = i % vectors;
+        weights[s * stride + v] = exp_f32(part_of(a, item, begin + s)[v] - maxima[v]);
+      }
+      block_sync();
     }
-    block_sync();
-    for (u32 i = thread_id(); i < vectors * dv; i += Threads) {
+    for (u32 i = thread; i < vectors * dv; i += Threads) {
       const u32 v = i / dv;
       float *out = output_row(a, item, v) + i % dv;
-      float sum = begin == item.first_span ? 0.0f : *out;
+      float sum = begin == first ? 0.0f : *out;
       const float *part = part_of(a, item, begin) + 2 * stride + i;
       const u64 step = u64(item.slot_step) * a.slot_floats;
 #pragma unroll 8
@@ -207,46 +247,51 @@ template <u32 Threads> APU_DEVICE void combine_parts(const AttentionArgs &a, con
         const float weight = weights[s * stride + v], x = part[s * step];
         sum = weight != 0.0f ? fma_f32(weight, x, sum) : sum; // an empty part has no accumulator
       }
-      *out = begin + count > item.last_span ? sum * factors[v] : sum;
+      *out = begin + count > last ? sum * factors[v] : sum;
     }
   }
 }
 
-// Hands on what a block made of a span: max, sum (vectors) and acc (vectors, dv) in LDS, complete for all threads.
-// `flag` and `lds` (as combine_parts wants it) are in LDS; `lds` may lie on acc. Ends in a state where all of them may
-// be reused.
-template <u32 Threads>
-APU_DEVICE void finish_span(const AttentionArgs &a, const Survey &survey, const Item &item, const float *max,
-                            const float *sum, const float *acc, u32 *flag, float *lds) {
-  const u32 vectors = item.rows * item.heads, dv = a.v_state.head_size, stride = a.chunk_rows * a.chunk_heads;
-  if (item.first_span == item.last_span) {
-    for (u32 i = thread_id(); i < vectors * dv; i += Threads) {
-      const u32 v = i / dv;
-      const float factor = final_factor(a, item.first_head + v % item.heads, max[v], sum[v]);
-      output_row(a, item, v)[i % dv] = acc[i] * factor;
-    }
-    block_sync();
-    return;
-  }
+struct SpanElement {
+  float max, sum, value;
+};
+
+// Hands on what a block made of a span. `result.of(vector, element)` gives the vector's maximum and sum and an element
+// of its accumulator from LDS, complete for all threads. `flag` and `lds` (as combine_parts wants it) are in LDS; `lds`
+// may lie on what `result` reads. Ends in a state where all of them may be reused.
+template <u32 Threads, class Result>
+APU_DEVICE void finish_span(const AttentionArgs &a, const Survey &survey, const Item &item, u32 dv,
+                            const Result &result, u32 *flag, float *lds) {
+  const u32 vectors = item.rows * item.heads, stride = a.chunk_rows * a.chunk_heads;
+  const u32 thread = thread_in_loop();
+  const bool single = item.first_span == item.last_span;
   float *part = part_of(a, item, item.span);
-  for (u32 i = thread_id(); i < vectors * dv; i += Threads)
-    if (max[i / dv] != kMinusInfinity) part[2 * stride + i] = acc[i];
-  for (u32 v = thread_id(); v < vectors; v += Threads) {
-    part[v] = max[v];
-    part[stride + v] = sum[v];
+  for (u32 i = thread; i < vectors * dv; i += Threads) {
+    const u32 v = i / dv, m = i % dv;
+    const SpanElement x = result.of(v, m);
+    if (single) {
+      output_row(a, item, v)[m] = x.value * final_factor(a, head_of(a, item, v), x.max, x.sum);
+    } else {
+      if (x.max != kMinusInfinity) part[2 * stride + i] = x.value;
+      if (m == 0) {
+        part[v] = x.max;
+        part[stride + v] = x.sum;
+      }
+    }
   }
-  device_fence();
+  if (!single) device_fence();
   block_sync();
+  if (single) return;
   if (!survey.whole) {
-    if (thread_id() == 0) *flag = atomic_add(a.counters + item.unit, 1);
+    if (thread == 0) *flag = atomic_add(a.counters + item.unit, 1);
     block_sync();
     if (*flag != item.last_span - item.first_span) return;
     device_fence();
-    if (thread_id() == 0) a.counters[item.unit] = 0;
+    if (thread == 0) a.counters[item.unit] = 0;
   } else if (item.span != item.last_span) {
     return;
   }
-  combine_parts<Threads>(a, item, lds);
+  combine_parts<Threads>(a, item, dv, lds);
   block_sync();
 }
 

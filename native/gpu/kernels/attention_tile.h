@@ -13,6 +13,16 @@ namespace apu::gpu {
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
+// Head sizes of keys and values: `Most` itself, as constants, or up to it.
+template <u32 Most, bool Exact> APU_DEVICE u32 key_size(const AttentionArgs &a) {
+  if constexpr (Exact) return Most;
+  return a.k_state.head_size;
+}
+template <u32 Most, bool Exact> APU_DEVICE u32 value_size(const AttentionArgs &a) {
+  if constexpr (Exact) return Most;
+  return a.v_state.head_size;
+}
+
 // What a lane knows of the vectors in its columns: the positions they see, their maxima, its rows' part of their sums.
 template <bool Few> struct Columns {
   static constexpr u32 count = Few ? kTileFewOwn : kTileOwn, registers = Few ? kTileFewRegisters : kTileRegisters;
@@ -26,7 +36,7 @@ template <bool Few> APU_DEVICE Columns<Few> begin_columns(const AttentionArgs &a
   for (u32 j = 0; j < out.count; ++j) {
     const u32 vector = first_vector + tile_own_column(j);
     const bool real = vector < item.rows * item.heads;
-    out.high[j] = real ? item.position + vector / item.heads : 0;
+    out.high[j] = real ? item.position + row_of(a, vector) : 0;
     out.low[j] = real ? lowest_position(a, out.high[j]) : 1;
     out.max[j] = kMinusInfinity;
     out.sum[j] = 0.0f;
@@ -180,18 +190,19 @@ template <u32 Type> struct Values {
 // Vectors [first, first + count) of the item, times the scale, as halves in LDS (count, kQueryStride), chunk by chunk;
 // zero behind d, where chunks overlap, and behind the last vector. By threads begin, begin + step, ...
 template <u32 Type, u32 Most>
-APU_DEVICE void store_queries(const AttentionArgs &a, const Item &item, u32 first, u32 count, u32 begin, u32 step,
-                              u16 *to) {
-  const u32 d = a.k_state.head_size, vectors = item.rows * item.heads;
+APU_DEVICE void store_queries(const AttentionArgs &a, const Item &item, u32 d, u32 first, u32 count, u32 begin,
+                              u32 step, u16 *to) {
+  const u32 vectors = item.rows * item.heads;
   const float scale = a.cap != 0.0f ? a.scale : a.scale * kLog2E;
+#pragma unroll 2
   for (u32 i = begin; i < count * Most / 2; i += step) {
     const u32 v = i / (Most / 2), vector = first + v, slot = i % (Most / 2) * 2;
     const u32 own = slot / kChunk<Type> * kChunk<Type>, m = chunk_begin<Type>(slot / kChunk<Type>, d) + slot - own;
     u32 pair = 0;
     if (vector < vectors && m >= own) { // heads are even
-      const u32 row = item.row + vector / item.heads, head = item.first_head + vector % item.heads;
-      const float *x = a.q + (u64(row) * a.heads + head) * d + m;
-      pair = u32(float_to_half(x[0] * scale)) | u32(float_to_half(x[1] * scale)) << 16;
+      const u64 row = item.row + row_of(a, vector);
+      const float *x = a.q + (row * a.heads + head_of(a, item, vector)) * d + m;
+      pair = floats_to_halves(x[0] * scale, x[1] * scale);
     }
     reinterpret_cast<u32 *>(to)[(v * kQueryStride<Most> + slot) / 2] = pair;
   }
@@ -295,27 +306,35 @@ template <u32 Type, u32 Most, bool Few> struct Tile {
 };
 
 // A wave's vectors over positions [begin, end): `step` tiles apart from `base` on, the first that is not below begin.
-// Positions from `end` on may hold anything. `q`: the vectors' queries in LDS; o: tiles of values from first_tile on.
-// low, high: positions that the first and the last of the vectors are at; `whole`: there are as many as columns.
-template <u32 Type, u32 Most, bool Few>
+// Positions from `end` on may hold anything. `q`: the vectors' queries in LDS, there once prepare() has been called by
+// all; o: tiles of values from first_tile on. low, high: positions that the first and the last of the vectors are at;
+// `whole`: there are as many as columns.
+template <u32 Type, u32 Most, bool Exact, bool Few, class Prepare>
 APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 step, u32 end, u32 low, u32 high,
-                       bool whole, const u16 *q, u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>]) {
+                       bool whole, const u16 *q, u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>],
+                       Prepare prepare) {
   using Loads = Tile<Type, Most, Few>;
-  const u32 d = a.k_state.head_size, dv = a.v_state.head_size, lowest = lowest_position(a, high);
+  const u32 d = key_size<Most, Exact>(a), dv = value_size<Most, Exact>(a), lowest = lowest_position(a, high);
   const u32 *table = a.step.pages + item.pages;
-  if (base >= end) return;
   Loads tile;
-  tile.find(a, item.head, wave_uniform(table[base / kPageRows]), base);
-  if constexpr (Loads::ahead) {
-    tile.load_keys(0, d);
-    tile.load_values(first_tile, dv);
+  if (base < end) {
+    tile.find(a, item.head, wave_uniform(table[base / kPageRows]), base);
+    if constexpr (Loads::ahead) {
+      tile.load_keys(0, d);
+      tile.load_values(first_tile, dv);
+    }
   }
+  prepare();
   for (; base < end; base += step) {
-    const u32 next = base + step < end ? base + step : base; // the last is read again: no branch around loads
-    const u32 next_page = table[next / kPageRows];
-    TileC s[2];
-    tile_zero(s[0]);
-    tile_zero(s[1]);
+    const u32 next = base + step;
+    const u32 next_page = next < end ? table[next / kPageRows] : 0;
+    constexpr u32 chains = Loads::ahead ? 2 : 1; // that are added up, since a chain of products is slow
+    TileC s[2], more[2];
+#pragma unroll
+    for (u32 t = 0; t < 2; ++t) {
+      tile_zero(s[t]);
+      tile_zero(more[t]);
+    }
 #pragma unroll
     for (u32 chunk = 0; chunk < Loads::chunks; chunk += Loads::held) {
       if constexpr (!Loads::ahead) tile.load_keys(chunk, d);
@@ -328,17 +347,23 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
           TileA rows[2];
           tile.keys[c / Loads::steps][t].rows(rows, c % Loads::steps);
           multiply<Few>(s[t], rows[0], vectors[0]);
-          multiply<Few>(s[t], rows[1], vectors[1]);
+          multiply<Few>(chains > 1 ? more[t] : s[t], rows[1], vectors[1]);
         }
       }
       if constexpr (!Loads::ahead) keep_order();
     }
+    if constexpr (chains > 1) {
+#pragma unroll
+      for (u32 t = 0; t < 2; ++t)
+#pragma unroll
+        for (u32 i = 0; i < Columns<Few>::registers; ++i) s[t].v[i] += more[t].v[i];
+    }
     Loads following;
     following.find(a, item.head, wave_uniform(next_page), next);
-    if constexpr (Loads::ahead)
-      following.load_keys(0, d);
-    else
+    if constexpr (!Loads::ahead)
       tile.load_values(first_tile, dv);
+    else if (next < end)
+      following.load_keys(0, d);
 
     float shrink[Columns<Few>::count];
     softmax_columns<Few>(a, s, base, whole && base + kTileKeys <= low + 1 && base >= lowest, state, shrink);
@@ -352,7 +377,9 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
 #pragma unroll
     for (u32 first = 0; first < kWaveTiles<Most>; first += Loads::values_held) {
       if (first > 0) tile.load_values(first_tile + first, dv);
-      if (base + kTileKeys > end) { // what lies there is not written yet, and may be NaN
+      // What lies behind the end is not written yet, and may be NaN. Without a branch where copies would cost
+      // registers.
+      if (!kTileAhead || base + kTileKeys > end) {
 #pragma unroll
         for (u32 n = 0; n < Loads::values_held; ++n) tile.values[n].cut(end - base);
       }
@@ -366,7 +393,7 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
       if constexpr (!Loads::ahead) keep_order();
     }
     if constexpr (Loads::ahead) {
-      following.load_values(first_tile, dv);
+      if (next < end) following.load_values(first_tile, dv);
       tile = following;
     } else {
       tile.find(a, item.head, wave_uniform(next_page), next);
@@ -377,140 +404,122 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
 // ---- few rows of a sequence: a block takes a span, waves every so many tiles of it
 // -----------------------------------
 
-template <u32 Type, u32 Most> APU_DEVICE void attention_span(AttentionArgs a) {
-  constexpr u32 all = kSpanThreads / kWaveSize, waves = all / kWaveParts<Most>, stride = Most + kAccPad;
-  constexpr u32 one = kTileVectors * stride, together = kSpanWords<Most, all> / one;
-  const u32 wave = wave_uniform(wave_id()) / kWaveParts<Most>;
-  const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
-  float *acc = reinterpret_cast<float *>(dynamic_shared()); // (vectors, dv)
-  float *maxima = acc + kTileVectors * Most;                // (waves, 16)
-  float *sums = maxima + kTileVectors * waves;              // (waves, 16)
-  float *max = sums + kTileVectors * waves;                 // (16)
-  float *sum = max + kTileVectors;                          // (16)
-  u32 *flag = reinterpret_cast<u32 *>(sum + kTileVectors);
-  float *region = sum + kTileVectors + 4; // queries; then the waves' accumulators; then what the combination needs
-  u16 *q = reinterpret_cast<u16 *>(region);
-
-  const Survey survey = survey_step(a);
-  if (block_id() >= survey.stride) return;
-  for (u32 index = block_id(); index < survey.items; index += survey.stride) {
-    Item item = find_item(a, survey, index);
-    const u32 vectors = item.rows * item.heads, last = survey.whole ? item.last_span : item.span;
-    for (; item.span <= last; ++item.span) {
-      hide(a.k_state.head_size); // or the addresses of all phases take registers in each
-      hide(a.v_state.head_size);
-      a.k_state.head_size = wave_uniform(a.k_state.head_size);
-      const u32 dv = a.v_state.head_size = wave_uniform(a.v_state.head_size);
-      store_queries<Type, Most>(a, item, 0, kTileFew, thread_id(), kSpanThreads, q);
-      TileC o[kWaveTiles<Most>];
+template <u32 Most, u32 Shares> struct SpanResult { // of the waves' shares of the positions, in LDS
+  const float *maxima, *sums, *acc;                 // (shares, 16), (shares, 16), (shares, 16, Most + pad)
+  APU_METHOD SpanElement of(u32 v, u32 m) const {
+    SpanElement x = {kMinusInfinity, 0.0f, 0.0f};
 #pragma unroll
-      for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
-      Columns<true> state = begin_columns<true>(a, item, 0);
-      u32 begin, end;
-      span_range(a, item, &begin, &end);
-      block_sync();
-      u32 base = item.span * kSpan + wave * kTileKeys; // of this wave's tiles, the first that anything is seen of
-      if (base + kTileKeys <= begin) base += (begin - base) / (waves * kTileKeys) * (waves * kTileKeys);
-      if (base + kTileKeys <= begin) base += waves * kTileKeys;
-      attend<Type, Most, true>(a, item, base, waves * kTileKeys, end, item.position, item.position + item.rows - 1,
-                               vectors == kTileFew, q, first_tile, state, o);
-
-      // The waves' results become one, in the waves' order.
+    for (u32 w = 0; w < Shares; ++w) x.max = max_f32(x.max, maxima[w * kTileVectors + v]);
+    const float from = x.max == kMinusInfinity ? 0.0f : x.max;
 #pragma unroll
-      for (u32 j = 0; j < state.count; ++j) {
-        const float total = tile_column_sum(state.sum[j]);
-        if (first_tile == 0 && tile_row(0) == 0) {
-          maxima[wave * kTileVectors + tile_own_column(j)] = state.max[j];
-          sums[wave * kTileVectors + tile_own_column(j)] = total;
-        }
-      }
-      block_sync();
-      if (thread_id() < vectors) {
-        float most = kMinusInfinity, total = 0.0f;
-        for (u32 w = 0; w < waves; ++w) most = max_f32(most, maxima[w * kTileVectors + thread_id()]);
-        const float from = most == kMinusInfinity ? 0.0f : most;
-        for (u32 w = 0; w < waves; ++w) {
-          const float factor = exp2_f32(maxima[w * kTileVectors + thread_id()] - from);
-          total = fma_f32(factor, sums[w * kTileVectors + thread_id()], total);
-          maxima[w * kTileVectors + thread_id()] = factor;
-        }
-        max[thread_id()] = most * kLn2;
-        sum[thread_id()] = total;
-      }
-      for (u32 first = 0; first < waves; first += together) {
-        block_sync();
-        if (wave >= first && wave < first + together) {
-          float *to = region + (wave - first) * one;
-#pragma unroll
-          for (u32 j = 0; j < state.count; ++j) {
-            const u32 v = tile_own_column(j);
-            if (v < vectors) {
-              const float factor = maxima[wave * kTileVectors + v];
-#pragma unroll
-              for (u32 i = 0; i < state.registers; ++i) {
-                if (tile_own(i) == j) {
-#pragma unroll
-                  for (u32 n = 0; n < kWaveTiles<Most>; ++n)
-                    to[v * stride + 16 * (first_tile + n) + tile_row(i)] = o[n].v[i] * factor;
-                }
-              }
-            }
-          }
-        }
-        block_sync();
-        const u32 count = waves - first < together ? waves - first : together;
-        for (u32 i = thread_id(); i < vectors * dv; i += kSpanThreads) {
-          const float *from = region + i / dv * stride + i % dv;
-          float x = first ? acc[i] : 0.0f;
-          for (u32 w = 0; w < count; ++w) x += from[w * one];
-          acc[i] = x;
-        }
-      }
-      block_sync();
-      finish_span<kSpanThreads>(a, survey, item, max, sum, acc, flag, region);
+    for (u32 w = 0; w < Shares; ++w) {
+      const float factor = exp2_f32(maxima[w * kTileVectors + v] - from);
+      x.sum = fma_f32(factor, sums[w * kTileVectors + v], x.sum);
+      x.value = fma_f32(factor, acc[(w * kTileVectors + v) * (Most + kAccPad) + m], x.value);
     }
+    x.max *= kLn2;
+    return x;
+  }
+};
+
+template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_span(const AttentionArgs &a) {
+  constexpr u32 shares = kSpanThreads / kWaveSize / kWaveParts<Most>, stride = Most + kAccPad;
+  const u32 share = wave_uniform(wave_id()) / kWaveParts<Most>;
+  const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
+  u16 *q = reinterpret_cast<u16 *>(dynamic_shared());                               // (16, kQueryStride)
+  float *maxima = reinterpret_cast<float *>(q + kTileVectors * kQueryStride<Most>); // (shares, 16)
+  float *sums = maxima + shares * kTileVectors;                                     // (shares, 16)
+  float *acc = sums + shares * kTileVectors;                                        // (shares, 16, stride)
+  u32 *flag = reinterpret_cast<u32 *>(acc + shares * kTileVectors * stride);
+
+  const SequenceItems mine = sequence_items(a, 0);
+  const Survey survey = survey_step(a, mine);
+  if (block_id() >= survey.stride || block_id() >= survey.items) return;
+  Item item = find_item(a, survey, mine, block_id());
+  for (u32 index = block_id();;) {
+    const u32 vectors = item.rows * item.heads;
+    TileC o[kWaveTiles<Most>];
+#pragma unroll
+    for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
+    Columns<true> state = begin_columns<true>(a, item, 0);
+    u32 begin, end;
+    span_range(a, item, &begin, &end);
+    u32 base = item.span * kSpan + share * kTileKeys; // of this wave's tiles, the first that anything is seen of
+    if (base + kTileKeys <= begin) base += (begin - base) / (shares * kTileKeys) * (shares * kTileKeys);
+    if (base + kTileKeys <= begin) base += shares * kTileKeys;
+    attend<Type, Most, Exact, true>(a, item, base, shares * kTileKeys, end, item.position,
+                                    item.position + item.rows - 1, vectors == kTileFew, q, first_tile, state, o, [&] {
+                                      store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, kTileFew,
+                                                                thread_in_loop(), kSpanThreads, q);
+                                      block_sync();
+                                    });
+#pragma unroll
+    for (u32 j = 0; j < state.count; ++j) {
+      const u32 at = share * kTileVectors + tile_own_column(j);
+      const float total = tile_column_sum(state.sum[j]);
+      if (first_tile == 0 && tile_row(0) == 0) {
+        maxima[at] = state.max[j];
+        sums[at] = total;
+      }
+#pragma unroll
+      for (u32 i = 0; i < state.registers; ++i) {
+        if (tile_own(i) == j) {
+#pragma unroll
+          for (u32 n = 0; n < kWaveTiles<Most>; ++n) acc[at * stride + 16 * (first_tile + n) + tile_row(i)] = o[n].v[i];
+        }
+      }
+    }
+    block_sync();
+    const SpanResult<Most, shares> result = {maxima, sums, acc};
+    finish_span<kSpanThreads>(a, survey, item, value_size<Most, Exact>(a), result, flag, acc);
+    if (survey.whole && item.span < item.last_span) {
+      ++item.span;
+      continue;
+    }
+    index += survey.stride;
+    if (index >= survey.items) return;
+    item = find_item(a, survey, sequence_items(a, 0), index);
   }
 }
 
 // ---- many rows of a sequence: a wave takes 16 vectors and all that they see
 // ------------------------------------------
 
-template <u32 Type, u32 Most> APU_DEVICE void attention_rows(const AttentionArgs &a) {
+template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_rows(const AttentionArgs &a) {
   constexpr u32 together = kTileVectors * kRowsThreads / kWaveSize / kWaveParts<Most>;
-  const u32 dv = a.v_state.head_size;
+  const u32 dv = value_size<Most, Exact>(a);
   const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
   const u32 first = wave_uniform(wave_id()) / kWaveParts<Most> * kTileVectors;
   u16 *q = reinterpret_cast<u16 *>(dynamic_shared());
-  const Survey survey = survey_step(a);
+  const Survey survey = survey_step(a, sequence_items(a, 0));
   for (u32 index = block_id(); index < survey.items; index += grid_size()) {
-    const Item item = find_item(a, survey, survey.items - 1 - index); // the longest first
+    const Item item = find_item(a, survey, sequence_items(a, 0), survey.items - 1 - index); // the longest first
     const u32 vectors = item.rows * item.heads;
-    store_queries<Type, Most>(a, item, 0, together, thread_id(), kRowsThreads, q);
-    block_sync();
-    if (first < vectors) {
-      TileC o[kWaveTiles<Most>];
+    TileC o[kWaveTiles<Most>];
 #pragma unroll
-      for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
-      Columns<false> state = begin_columns<false>(a, item, first);
-      const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
-      const u32 low = item.position + first / item.heads, high = item.position + (behind - 1) / item.heads;
-      attend<Type, Most, false>(a, item, lowest_position(a, low) / kTileKeys * kTileKeys, kTileKeys, high + 1, low,
-                                high, behind == first + kTileVectors, q + first * kQueryStride<Most>, first_tile, state,
-                                o);
+    for (u32 n = 0; n < kWaveTiles<Most>; ++n) tile_zero(o[n]);
+    Columns<false> state = begin_columns<false>(a, item, first);
+    const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
+    const u32 low = item.position + row_of(a, first), high = item.position + row_of(a, behind - 1);
+    attend<Type, Most, Exact, false>(
+        a, item, lowest_position(a, low) / kTileKeys * kTileKeys, kTileKeys, first < vectors ? high + 1 : 0, low, high,
+        behind == first + kTileVectors, q + first * kQueryStride<Most>, first_tile, state, o, [&] {
+          store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, together, thread_in_loop(), kRowsThreads, q);
+          block_sync();
+        });
 #pragma unroll
-      for (u32 j = 0; j < state.count; ++j) {
-        const u32 vector = first + tile_own_column(j);
-        const float total = tile_column_sum(state.sum[j]);
-        if (vector < vectors) {
-          const float factor = final_factor(a, item.first_head + vector % item.heads, state.max[j] * kLn2, total);
-          float *out = output_row(a, item, vector) + 16 * first_tile;
+    for (u32 j = 0; j < state.count; ++j) {
+      const u32 vector = first + tile_own_column(j);
+      const float total = tile_column_sum(state.sum[j]);
+      if (vector < vectors) {
+        const float factor = final_factor(a, head_of(a, item, vector), state.max[j] * kLn2, total);
+        float *out = output_row(a, item, vector) + 16 * first_tile;
 #pragma unroll
-          for (u32 i = 0; i < state.registers; ++i) {
-            if (tile_own(i) == j) {
+        for (u32 i = 0; i < state.registers; ++i) {
+          if (tile_own(i) == j) {
 #pragma unroll
-              for (u32 n = 0; n < kWaveTiles<Most>; ++n)
-                if (16 * (first_tile + n) < dv) out[16 * n + tile_row(i)] = o[n].v[i] * factor;
-            }
+            for (u32 n = 0; n < kWaveTiles<Most>; ++n)
+              if (16 * (first_tile + n) < dv) out[16 * n + tile_row(i)] = o[n].v[i] * factor;
           }
         }
       }
