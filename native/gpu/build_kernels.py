@@ -433,7 +433,7 @@ class Target:
         return float(last) if isinstance(last, int | float) else source.stat().st_size / 1000
 
     def compile(self, source: Path, compiler: Clang | Nvcc) -> tuple[float, str]:
-        begin = time.monotonic()
+        begin, started = time.monotonic(), time.time()
         self.folder.mkdir(parents=True, exist_ok=True)
         out, state = self.object(source), self.folder / f"{source.stem}.json"
         state.unlink(missing_ok=True)
@@ -441,6 +441,11 @@ class Target:
         warnings = compiler.compile(source, self.name, out, deps_file)
         seconds = time.monotonic() - begin
         deps, name = read_deps(deps_file), compiler_key(compiler)
+        if any((ROOT / d).stat().st_mtime >= started for d in deps):
+            return (
+                seconds,
+                warnings,
+            )  # a source changed meanwhile: nobody knows what was read, the next build compiles it
         key = object_key(name, self.name, deps)
         state.write_text(json.dumps({"key": key, "compiler": name, "deps": deps, "seconds": round(seconds, 2)}))
         return seconds, warnings
