@@ -29,12 +29,12 @@ def test_a_tiny_model(
     arguments = ["--device", "hip", "--model", str(tiny_llama.path), "--quick", "--no-tests", "--no-bench"]
     assert gpu_verify.main([*arguments, "--report", str(path)]) == 0, capsys.readouterr().out
     report = json.loads(path.read_text())
-    assert [check["ok"] for check in report["checks"]] == [True] * 5
+    assert [check["ok"] for check in report["checks"]] == [True] * 6
     assert report["models"][tiny_llama.path.name]["greedy_equal"] == 4
     text = path.read_text()
     assert socket.gethostname() not in text and str(tmp_path) not in text
     assert "/" not in text.replace("GB/s", "") and f"/{getpass.getuser()}" not in text
-    assert capsys.readouterr().out.count("ok ") == 5
+    assert capsys.readouterr().out.count("ok ") == 6
 
 
 def test_a_model_that_cannot_be_read_is_a_failure(
