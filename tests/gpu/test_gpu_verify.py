@@ -48,6 +48,10 @@ def test_a_model_that_cannot_be_read_is_a_failure(
     assert "broken.gguf" in report.read_text() and str(tmp_path) not in report.read_text()
 
 
+def test_the_tests_it_runs_exist() -> None:
+    assert all((gpu_verify.ROOT / "tests" / "gpu" / name).is_file() for name in gpu_verify.TESTS)
+
+
 def test_measures() -> None:
     z = np.random.default_rng(1).standard_normal((3, 50)).astype(np.float32)
     assert gpu_verify.mean_kl(z, z) == 0
