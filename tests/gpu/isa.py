@@ -80,6 +80,9 @@ class Code:
         if not loops:
             return []
         dots = {header: sum(self.blocks[b].count(*DOTS) for b in loop) for header, loop in loops.items()}
+        for header, loop in loops.items():  # only innermost ones: those around them prepare what they multiply with
+            if any(dots[other] and loops[other] < loop for other in loops):
+                dots[header] = 0
         most = max(dots.values())
         header, loop = min((item for item in loops.items() if dots[item[0]] == most), key=lambda item: len(item[1]))
         return [op for b in self._way(loop, header) for op in self.blocks[b].operations]

@@ -169,44 +169,43 @@ struct MatvecSlice {
 // they are products, else they are found once and kept in the lanes, that of lane step * kSet + q.
 template <u32 kSet> struct WaveRows {
   const u8 *first[kSet];
-  u32 stride;              // of a step, bytes
-  u32 row, step_rows, end; // row 0 of set 0, rows of a step, of the matrix
+  u32 stride;          // of a step, bytes
+  u32 step_rows, left; // rows of a step, rows of the matrix from the first on
   bool pair, products;
   u32 low, high;
 
   static APU_METHOD WaveRows of(const MatvecWork &work, u32 first_row, u32 group, u32 groups) {
     WaveRows a;
-    const u32 rows = work.pair ? kSet / 2 : kSet;
-    a.row = work.row_begin + group * rows;
+    const u32 rows = work.pair ? kSet / 2 : kSet, row = work.row_begin + group * rows;
     a.step_rows = groups * rows;
-    a.end = work.row_end;
+    a.left = row < work.row_end ? work.row_end - row : 0;
     a.pair = work.pair;
     a.products = work.w.segment_count <= 1 && (!work.pair || work.w2.segment_count <= 1);
-    a.stride = a.step_rows * u32(work.w.row_stride);
     if (work.pair && work.w2.row_stride != work.w.row_stride) a.products = false;
+    a.stride = a.step_rows * u32(work.w.row_stride);
 #pragma unroll
     for (u32 q = 0; q < kSet; ++q) {
       const u8 *data = work.pair && q % 2 ? work.w2.data : work.w.data;
-      a.first[q] = data + u64(first_row + a.row_of(0, q)) * u32(work.w.row_stride);
+      a.first[q] = data + u64(first_row + row + a.row_of(0, q)) * u32(work.w.row_stride);
     }
     a.low = a.high = 0;
     if (!a.products) {
-      const u32 step = lane_id() / kSet, q = lane_id() % kSet, row = a.row_of(step, q);
-      if (step < work.steps && row < work.row_end) {
-        const u8 *p = matrix_row(work.w, first_row + row);
-        if (work.pair && q % 2) p = matrix_row(work.w2, first_row + row);
+      const u32 step = lane_id() / kSet, q = lane_id() % kSet, at = a.row_of(step, q);
+      if (step < work.steps && at < a.left) {
+        const u8 *p = matrix_row(work.w, first_row + row + at);
+        if (work.pair && q % 2) p = matrix_row(work.w2, first_row + row + at);
         a.low = u32(reinterpret_cast<u64>(p));
         a.high = u32(reinterpret_cast<u64>(p) >> 32);
       }
     }
     return a;
   }
-  APU_METHOD u32 row_of(u32 step, u32 q) const { return row + step * step_rows + (pair ? q / 2 : q); }
+  APU_METHOD u32 row_of(u32 step, u32 q) const { return step * step_rows + (pair ? q / 2 : q); } // from the first on
   APU_METHOD u32 low_at(u32 step, u32 q) const {
     return products ? u32(reinterpret_cast<u64>(first[q])) + step * stride : wave_read(low, step * kSet + q);
   }
   APU_METHOD const u8 *at(u32 step, u32 q) const {
-    if (row_of(step, q) >= end) return nullptr;
+    if (row_of(step, q) >= left) return nullptr;
     if (products) return first[q] + u64(step) * stride;
     const u32 lane = step * kSet + q;
     return reinterpret_cast<const u8 *>(u64(wave_read(high, lane)) << 32 | wave_read(low, lane));

@@ -103,7 +103,8 @@ template <class Weights> struct FloatProduct {
   template <bool Aligned, u32 R>
   static APU_METHOD void add(const u8 *const (&w)[kSet], const ActivationRow (&rows)[R], u32 begin, u32 end,
                              float (&sum)[kSet * R]) {
-    constexpr u32 kGroups = !Aligned || R > 4 ? 1 : (R > 2 ? 8 : 16) / kWords, kColumns = kGroups * 8 * kWaveSize;
+    constexpr u32 kFetched = R > 2 || !kBulkCopy ? 8 : 16; // words of a row; large devices want more on the way
+    constexpr u32 kGroups = Aligned && R <= 4 ? kFetched / kWords : 1, kColumns = kGroups * 8 * kWaveSize;
     u32 first = begin;
     if constexpr (Aligned) {
 #pragma unroll 1
