@@ -6,8 +6,8 @@
 // waves meet in LDS once, at the end of the block, where bias, activation, residual and cap are applied and rows are
 // written side by side. Bytes moved: the matrix once for each 8 rows of activations; the activations once for each
 // block, from cache.
-// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q8_0 .88, Q4_0 .79, Q4_1 .79, Q4_K
-// .78, Q6_K .75; at 128256x4096 Q8_0 .95, Q4_0 .91, Q6_K .87: smaller matrices lose by the start of their blocks.
+// Measured on an H200 at 14336x4096, one row, best geometry of several, as a share of a plain read kernel: Q8_0 .88,
+// Q4_0 .79, Q4_K .78, Q6_K .75; before bulk copies Q4_1 .79 there and at 128256x4096 Q8_0 .95, Q4_0 .91, Q6_K .87.
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
