@@ -274,11 +274,13 @@ class MatvecCost:
 
 
 def matvec_cost(code: Code, kind: str, rows: int = 1) -> MatvecCost:
-    """Of a quantised type: a lane multiplies four weights by a dot product, for each of `rows` rows."""
+    """Of a quantised type. In one iteration a lane takes 64 columns of a set of 2 matrix rows (matvec_args.h), or of one
+    where `rows` of activations leave no registers for two; four weights to a dot product, and some types need more."""
     way = code.main_loop()
     dots = sum(op.startswith(DOTS) for op in way)
     elements, nbytes = BLOCKS[kind]
-    return MatvecCost(dots, sum(op.startswith("v_") for op in way), dots * 4 / rows * nbytes / elements)
+    weights = 128 if dots * 4 / rows >= 128 else 64
+    return MatvecCost(dots, sum(op.startswith("v_") for op in way), weights * nbytes / elements)
 
 
 def main() -> None:

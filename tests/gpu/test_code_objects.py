@@ -24,6 +24,7 @@ FILES = sorted(path.stem for path in KERNELS.glob("*.hip"))
 # lanes: 96 are 16 waves, the most there are; 128 are 12, 192 are 8, 256 are 6. gfx90a has twice as many of 64 lanes.
 LIMITS = [
     (r"(expert_)?matvec_(any|exact)", 256, 8192),  # types without kernels of their own
+    (r"matvec_(f32|f16|bf16)_r[12]", 256, 8192),  # rows are loaded in groups
     (r"(expert_)?matvec_\w+_r1", 128, 8192),
     (r"(expert_)?matvec_\w+_r2", 160, 8192),
     (r"(expert_)?matvec_\w+_r4", 192, 8192),
@@ -34,8 +35,8 @@ LIMITS = [
     (r"sample", 128, 36864),
     (r"", 128, 16384),
 ]
-# Their main loops may not keep scalars in lanes of VGPRs.
-NO_LANE_MOVES = r"(expert_)?(matvec|gemm)"
+# Their main loops may keep few scalars in lanes of VGPRs: one operation of 25.
+FEW_LANE_MOVES = r"(expert_)?(matvec|gemm)"
 # VALU operations of a lane for each byte of weights; at about 29 an APU's memory would wait for its processors.
 VALU = {"q8_0": 1.5, "q4_0": 2.5, "q4_k": 2.5, "q6_k": 3.0, "q2_k": 5.0, "mxfp4": 6.0, "iq2_xxs": 7.0}
 TILED = r"(expert_)?gemm_(?!f32|rows|reduce)"  # on matrix tiles: not what prepares, ends, or adds in float32
@@ -116,8 +117,8 @@ def test_instructions(target: str, file: str) -> None:
         if re.match(r"(expert_)?(matvec|gemm|attention)", name):
             # Flat loads count as LDS operations too: a wave that waits for LDS would wait for memory.
             assert not [op for op in loop if op.startswith("flat_")], name
-        if re.match(NO_LANE_MOVES, name) and target != "gfx90a":
-            assert not [op for op in loop if op.startswith(("v_readlane", "v_writelane"))], name
+        if re.match(FEW_LANE_MOVES, name) and target != "gfx90a":
+            assert sum(op.startswith(("v_readlane", "v_writelane")) for op in loop) <= len(loop) / 25, name
         if is_quantised_matvec(name):
             assert sum(op.startswith((dot, "v_dot4c_i32_i8")) for op in operations) >= 16, name
             assert operations.count(wide) >= 4, name

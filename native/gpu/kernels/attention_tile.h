@@ -55,7 +55,7 @@ APU_DEVICE u32x4 load16_shared(const void *p) {
 }
 template <u32 Words> APU_DEVICE void load_words(const u8 *from, u32 *words) { // of device memory
   if constexpr (Words == 2) {
-    const u32x2 v = *reinterpret_cast<const u32x2 *>(from);
+    const u32x2 v = *global_pointer<const u32x2>(u64(from));
     words[0] = v[0];
     words[1] = v[1];
   } else {
@@ -117,7 +117,7 @@ template <u32 Type> struct Keys {
       const u32 row = tile_line_index(t, tile_line_row(i));
       load_words<kTileDepth>(from + row * d * bytes + tile_line_begin() * 2, v[i]);
       if constexpr (Type == kQ8) {
-        const u16 *p = reinterpret_cast<const u16 *>(scales_from + row * blocks * 2);
+        const u16 *p = global_pointer<const u16>(u64(scales_from + row * blocks * 2));
         scales[i] = u32(p[0]) | u32(p[1]) << 16;
       }
     }
