@@ -274,7 +274,7 @@ class MatvecCost:
 
 
 def matvec_cost(code: Code, kind: str, rows: int = 1) -> MatvecCost:
-    """Of a quantised type. In one iteration a lane takes 64 columns of a set of 2 matrix rows (matvec_args.h), or of one
+    """Of a quantised type. In one iteration a lane takes 64 columns of a set of two rows (matvec_args.h), or of one
     where `rows` of activations leave no registers for two; four weights to a dot product, and some types need more."""
     way = code.main_loop()
     dots = sum(op.startswith(DOTS) for op in way)
