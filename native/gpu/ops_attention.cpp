@@ -11,7 +11,7 @@
 namespace apu::gpu {
 namespace {
 
-constexpr uint32_t kFewRows = 16;
+constexpr uint32_t kFewRows = 32; // a power of two, as buckets are
 constexpr uint32_t kFmaVectors = 8;
 constexpr uint32_t kFmaLds = 48 * 1024;        // chunks of larger heads have fewer vectors
 constexpr uint32_t kBlocksOfUnit = 16;         // of a compute unit: more would not run at once, and they stride
@@ -133,10 +133,10 @@ private:
     const PlanInfo &info = b.info();
     const uint64_t heads = uint64_t(args_.k_state.heads) * args_.head_chunks, longest = spans(info.max_positions);
     args_.slot_floats = part_floats(args_.chunk_rows * args_.chunk_heads, args_.v_state.head_size);
-    // As many as all pages of the state need for two chunks of rows, and what the longest sequence needs alone.
-    const uint64_t pages = info.states[state].d.page_count;
-    const uint64_t wanted = std::min<uint64_t>(units(info.max_rows) * longest,
-                                               2 * (pages * kPageRows / kSpan + 2 * uint64_t(args_.max_sequences)));
+    // As many as all pages of the state need for the chunks of kFewRows rows, and what the longest context needs alone.
+    const uint64_t pages = info.states[state].d.page_count, sequences = std::min(args_.max_sequences, kFewRows);
+    const uint64_t chunks = (units(kFewRows) + sequences - 1) / sequences, all = units(info.max_rows) * longest;
+    const uint64_t wanted = std::min<uint64_t>(all, chunks * (pages * kPageRows / kSpan + 2 * sequences));
     const uint64_t bytes = args_.slot_floats * sizeof(float), most = kMostPartBytes / bytes;
     args_.slots = uint32_t(std::max(std::min(wanted * heads, most), longest * heads));
     b.reserve(Scratch::partial, args_.slots * bytes);

@@ -13,7 +13,7 @@ from shim import Shim
 F32, F16, Q8_0 = 0, 1, 8
 NO_PAGE = 0xFFFFFFFF
 ROWS = 128  # of a page
-SPAN = 512  # kSpan
+SPAN = 1024  # kSpan
 
 
 def quantize(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:

@@ -12,7 +12,7 @@ from kv_pages import F16, F32, Q8_0, ROWS, SPAN, Span, make_step, pack, state_ar
 from numpy.typing import NDArray
 from shim import Shim
 
-PAGES = 24
+PAGES = 30
 NAMES = {F32: "f32", F16: "f16", Q8_0: "q8_0"}
 
 
@@ -165,7 +165,7 @@ class Case:
 
 
 TABLE = np.random.default_rng(1).permutation(PAGES).tolist()
-A, B, C = TABLE[:12], TABLE[12:18], TABLE[18:]
+A, B, C = TABLE[:17], TABLE[17:23], TABLE[23:]
 SMALL = [Span(0, 1, B), Span(1300, 3, A), Span(255, 1, C)]
 SHIMS = pytest.mark.parametrize("wave,reverse", [(32, False), (64, True)], ids=["w32", "w64r"])
 KINDS = pytest.mark.parametrize(

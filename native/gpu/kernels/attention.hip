@@ -81,6 +81,7 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
     }
     sum = wave_sum(sum);
     const float shrink = exp_f32(old - base_max);
+    wave_sync(); // all lanes have read what lane 0 writes
     if (lane_id() == 0) {
       lds.max[i] = max;
       lds.sum[i] = fma_f32(lds.sum[i], shrink, sum);

@@ -41,7 +41,7 @@ struct RopeStoreArgs {
 // Queries of a kv head are handled in chunks: `chunk_rows` rows of one sequence times `chunk_heads` heads. Contexts are
 // cut into spans at multiples of kSpan; a span of a chunk is an item of work and gives a part (maximum, sum,
 // accumulator of each query vector), which the last block of the chunk adds up in order.
-constexpr u32 kSpan = 512;
+constexpr u32 kSpan = 1024;
 
 struct AttentionArgs {
   StepView step;
