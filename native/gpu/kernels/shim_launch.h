@@ -387,13 +387,17 @@ inline void on_signal(int signal, siginfo_t *info, void *) {
   siglongjmp(run->escape, 1);
 }
 
-inline void allocate_once() {
-  if (run) return;
-  run = new Run;
-  const size_t bytes = kMaxThreads * (kStack + kPage);
-  stacks = static_cast<u8 *>(
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (u32 t = 0; t < kMaxThreads; ++t) mprotect(stacks + t * (kStack + kPage), kPage, PROT_NONE);
+// A guard page before each stack, of as many as launches have had threads: a process may have 65,530 mappings in all,
+// and tests load dozens of libraries, each with stacks of its own.
+inline void allocate_stacks(u32 threads) {
+  static u32 guarded = 0;
+  if (!run) {
+    run = new Run;
+    const size_t bytes = kMaxThreads * (kStack + kPage);
+    stacks = static_cast<u8 *>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  }
+  for (; guarded < threads; ++guarded) mprotect(stacks + guarded * (kStack + kPage), kPage, PROT_NONE);
 }
 
 // Dynamic LDS ends at an inaccessible page, which is all there is where the launch has none.
@@ -428,7 +432,6 @@ apu_shim_launch(const char *name, const uint32_t *grid, uint32_t threads, uint32
   using namespace apu::gpu::shim;
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  allocate_once();
   const Entry *entry = find(name);
   if (!entry) return std::snprintf(error, error_bytes, "no kernel %s", name), 1;
   if (threads != entry->threads || bytes != entry->bytes || threads > kMaxThreads) {
@@ -437,6 +440,7 @@ apu_shim_launch(const char *name, const uint32_t *grid, uint32_t threads, uint32
                   static_cast<unsigned long long>(bytes));
     return 1;
   }
+  allocate_stacks(threads);
   const StaticLds static_lds = find_static_lds();
   const DynamicLds dynamic_lds(lds);
   run->entry = entry;
