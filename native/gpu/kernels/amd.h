@@ -17,7 +17,6 @@ constexpr u32 kWaveSize = 64;
 #else
 constexpr u32 kWaveSize = 32;
 #endif
-constexpr bool kAsyncCopy = false;
 constexpr bool kBulkCopy = false;
 constexpr u32 kGridCopies = 2, kSignCopies = 2;
 constexpr bool kSignsOfActivations = true;
@@ -34,9 +33,6 @@ APU_DEVICE u32 block_id() {
 }
 APU_DEVICE u32 block_id_y() {
   return __builtin_amdgcn_workgroup_id_y();
-}
-APU_DEVICE u32 block_id_z() {
-  return __builtin_amdgcn_workgroup_id_z();
 }
 // Of the kernel's implicit arguments in code object v5 and later: block_count_x is the first.
 APU_DEVICE u32 grid_size() {
@@ -223,16 +219,12 @@ APU_DEVICE u32x4 shared_load16(SharedAddress a) {
 APU_DEVICE u32 shared_load_u8(SharedAddress a) {
   return *a;
 }
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  *(__attribute__((address_space(3))) u32x4 *)a = load16_stream(global);
-}
 APU_DEVICE void bulk_init(SharedAddress) {}
 APU_DEVICE void bulk_expect(SharedAddress, u32) {}
 APU_DEVICE void bulk_copy(SharedAddress, const void *, u32, SharedAddress) {}
 APU_DEVICE void bulk_wait(SharedAddress, u32) {}
 APU_DEVICE void copy_commit() {}
 template <int N> APU_DEVICE void copy_wait() {}
-APU_DEVICE void prefetch_global(const void *) {}
 
 APU_DEVICE float half_to_float(u32 bits) {
   return float(__builtin_bit_cast(_Float16, u16(bits)));

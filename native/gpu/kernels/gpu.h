@@ -40,7 +40,7 @@ struct NibbleTable {
 
 namespace apu::gpu {
 
-// ids: thread_id(), block_id(), block_id_y(), block_id_z(), grid_size() (blocks in x); lane_id() and wave_id() follow.
+// ids: thread_id(), block_id(), block_id_y(), grid_size() (blocks in x); lane_id() and wave_id() follow.
 APU_DEVICE u32 lane_id() {
   return thread_id() % kWaveSize;
 }
@@ -72,14 +72,14 @@ APU_DEVICE u32 wave_id() { // of the block
 // global_pointer<T>(address): to device memory, known not to be to LDS. For addresses that were themselves loaded.
 // load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups. Where the
-// hardware has no such thing the copy is immediate: kAsyncCopy is false.
+// hardware has no such thing the copy is immediate.
 // SharedAddress: a place in LDS, to which offsets are added; cheaper in loops than a pointer on NVIDIA.
 // shared_address(p), all lanes take part; shared_load(a) -> u32, of a multiple of 4; shared_load16(a),
-// shared_load_u8(a), shared_copy16_async(a, global).
+// shared_load_u8(a).
 // Bulk copies, where kBulkCopy: one lane has the hardware copy a multiple of 16 bytes, which a barrier of 8 bytes in
 // LDS counts. bulk_init(barrier), then wave_sync(); for each round bulk_expect(barrier, bytes), bulk_copy(to, global,
 // bytes, barrier) for all of them; all lanes bulk_wait(barrier, round % 2). LDS is free for the next round after a
-// wave_sync(). prefetch_global(p): a hint.
+// wave_sync().
 //
 // hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
 // kGridCopies, kSignCopies: how many copies of a codebook's tables in LDS pay, where every lane looks up its own entry.

@@ -14,7 +14,6 @@
 namespace apu::gpu {
 
 constexpr u32 kWaveSize = 32;
-constexpr bool kAsyncCopy = true;
 constexpr bool kBulkCopy = true;
 constexpr u32 kGridCopies = 1, kSignCopies = 32;
 constexpr bool kSignsOfActivations = false;
@@ -43,9 +42,6 @@ APU_DEVICE u32 block_id() {
 }
 APU_DEVICE u32 block_id_y() {
   return blockIdx.y;
-}
-APU_DEVICE u32 block_id_z() {
-  return blockIdx.z;
 }
 APU_DEVICE u32 grid_size() {
   return gridDim.x;
@@ -240,9 +236,6 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a), "l"(global) : "memory");
-}
 APU_DEVICE void bulk_init(SharedAddress barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
 }
@@ -269,9 +262,6 @@ APU_DEVICE void copy_commit() {
 }
 template <int N> APU_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-APU_DEVICE void prefetch_global(const void *p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 APU_DEVICE float half_to_float(u32 bits) {

@@ -22,10 +22,8 @@ namespace apu::gpu {
 
 constexpr u32 kWaveSize = APU_SHIM_WAVE;
 #if defined(APU_SHIM_ASYNC)
-constexpr bool kAsyncCopy = true;
 constexpr bool kBulkCopy = true;
 #else
-constexpr bool kAsyncCopy = false;
 constexpr bool kBulkCopy = false;
 #endif
 constexpr u32 kGridCopies = 2, kSignCopies = APU_SHIM_WAVE / 2;
@@ -61,9 +59,6 @@ APU_DEVICE u32 block_id() {
 }
 APU_DEVICE u32 block_id_y() {
   return shim::run->block[1];
-}
-APU_DEVICE u32 block_id_z() {
-  return shim::run->block[2];
 }
 APU_DEVICE u32 grid_size() {
   return shim::run->grid[0];
@@ -247,9 +242,6 @@ APU_DEVICE u32x4 shared_load16(SharedAddress a) {
 APU_DEVICE u32 shared_load_u8(SharedAddress a) {
   return *a;
 }
-APU_DEVICE void shared_copy16_async(SharedAddress a, const void *global) {
-  copy16_async(a, global);
-}
 // The barrier holds the rounds begun and the bytes still to be asked for. Copies are under way until the wait.
 APU_DEVICE void bulk_init(SharedAddress barrier) {
   std::memset(barrier, 0, 8);
@@ -291,7 +283,6 @@ template <int N> APU_DEVICE void copy_wait() { // until at most N committed grou
   const u32 groups = shim::run->fibers[thread_id()].groups;
   shim::finish_copies(groups > u32(N) ? groups - u32(N) : 0);
 }
-APU_DEVICE void prefetch_global(const void *) {}
 
 APU_DEVICE float half_to_float(u32 bits) {
   const u32 sign = (bits & 0x8000) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
