@@ -412,6 +412,12 @@ def kernels_wanted(environment: Mapping[str, str] | None = None) -> str | None:
     return environment.get(spec("kernels").env) or None
 
 
+def sysroot_wanted(environment: Mapping[str, str] | None = None) -> str | None:
+    """The folder that stands for / where this machine's /proc, /sys and /dev are read (APU_SYSROOT): for tests only."""
+    environment = os.environ if environment is None else environment
+    return environment.get("APU_SYSROOT") or None
+
+
 def configuration_markdown() -> str:
     """docs/configuration.md."""
     return "\n".join(_markdown_lines()) + "\n"
