@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <unistd.h>
 
 using namespace apu;
 
 namespace {
+
+constexpr uint64_t kLeastRing = 64 << 10;
 
 template <typename Call> apu_status guarded(const char *name, const Call &call) {
   try {
@@ -57,7 +60,7 @@ void apu_device_close(apu_device *device) {
   delete device;
 }
 
-apu_status apu_memory_register(apu_device *device, const void *host, uint64_t bytes, uint32_t strategy,
+apu_status apu_memory_register(apu_device *device, const void *host, uint64_t bytes, uint32_t strategy, uint32_t way,
                                apu_region **out) {
   if (!device || !out) return fail(APU_E_INVALID, "apu_memory_register: device and out must not be NULL");
   *out = nullptr;
@@ -65,9 +68,17 @@ apu_status apu_memory_register(apu_device *device, const void *host, uint64_t by
     return fail(APU_E_INVALID, "apu_memory_register: %llu bytes at %p are no range",
                 static_cast<unsigned long long>(bytes), host);
   if (strategy > APU_MEMORY_STAGED) return fail(APU_E_INVALID, "apu_memory_register: unknown strategy %u", strategy);
+  if (way > APU_WAY_REGISTER) return fail(APU_E_INVALID, "apu_memory_register: unknown way %u", way);
+  if ((strategy == APU_MEMORY_REGISTERED) != (way != APU_WAY_AUTO))
+    return fail(APU_E_INVALID, "apu_memory_register: way %u with strategy %u: registered needs a way, nothing else has",
+                way, strategy);
+  const auto page = uint64_t(sysconf(_SC_PAGESIZE));
+  if (strategy == APU_MEMORY_REGISTERED && (reinterpret_cast<uintptr_t>(host) % page || bytes % page))
+    return fail(APU_E_INVALID, "apu_memory_register: %llu bytes at %p are not whole pages of %llu",
+                static_cast<unsigned long long>(bytes), host, static_cast<unsigned long long>(page));
   return guarded("apu_memory_register", [&] {
     std::unique_ptr<apu_region> region;
-    TRY(device->register_memory(host, bytes, strategy, region));
+    TRY(device->register_memory(host, bytes, strategy, way, region));
     *out = region.release();
     return apu_status(APU_OK);
   });
@@ -96,6 +107,12 @@ apu_status apu_region_chunks(apu_region *region, apu_chunk *out, uint32_t *count
   return APU_OK;
 }
 
+apu_status apu_region_get_info(apu_region *region, apu_region_info *out) {
+  if (!region || !out) return fail(APU_E_INVALID, "apu_region_get_info: region and out must not be NULL");
+  *out = region->info;
+  return APU_OK;
+}
+
 apu_status apu_memory_copy(apu_device *device, uint64_t to, uint64_t from, uint64_t bytes, uint32_t to_host,
                            uint32_t from_host) {
   if (!device) return fail(APU_E_INVALID, "apu_memory_copy: device must not be NULL");
@@ -105,6 +122,45 @@ apu_status apu_memory_copy(apu_device *device, uint64_t to, uint64_t from, uint6
 
 void apu_region_free(apu_region *region) {
   delete region;
+}
+
+apu_status apu_stager_open(apu_device *device, uint64_t ring_bytes, apu_stager **out) {
+  if (!device || !out) return fail(APU_E_INVALID, "apu_stager_open: device and out must not be NULL");
+  *out = nullptr;
+  if (ring_bytes < kLeastRing)
+    return fail(APU_E_INVALID, "apu_stager_open: a ring of %llu bytes, expected at least %llu",
+                static_cast<unsigned long long>(ring_bytes), static_cast<unsigned long long>(kLeastRing));
+  return guarded("apu_stager_open", [&] {
+    std::unique_ptr<apu_stager> stager;
+    TRY(device->open_stager(ring_bytes, stager));
+    *out = stager.release();
+    return apu_status(APU_OK);
+  });
+}
+
+apu_status apu_stager_read(apu_stager *stager, int32_t fd, const char *path, uint64_t offset, uint64_t bytes,
+                           uint64_t to) {
+  if (!stager || !path) return fail(APU_E_INVALID, "apu_stager_read: stager and path must not be NULL");
+  if (bytes == 0) return APU_OK;
+  if (!to || offset > uint64_t(INT64_MAX) || bytes > uint64_t(INT64_MAX) - offset)
+    return fail(APU_E_INVALID, "apu_stager_read: %llu bytes from %llu of %s to %#llx are no range",
+                static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(offset), path,
+                static_cast<unsigned long long>(to));
+  return guarded("apu_stager_read", [&] { return stager->read(fd, path, offset, bytes, to); });
+}
+
+apu_status apu_stager_wait(apu_stager *stager) {
+  return stager ? stager->wait() : fail(APU_E_INVALID, "apu_stager_wait: stager must not be NULL");
+}
+
+apu_status apu_stager_bytes(apu_stager *stager, apu_stager_info *out) {
+  if (!stager || !out) return fail(APU_E_INVALID, "apu_stager_bytes: stager and out must not be NULL");
+  *out = stager->info();
+  return APU_OK;
+}
+
+void apu_stager_close(apu_stager *stager) {
+  delete stager;
 }
 
 apu_status apu_plan_create(apu_device *device, const apu_plan_desc *desc, apu_plan **out) {

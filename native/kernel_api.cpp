@@ -73,6 +73,14 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   return guarded("apu_kernel_read", [&] { return device->kernel_read(in, bytes, repeats, *gb_per_s); });
 }
 
+apu_status apu_kernel_checksum(apu_device *device, uint64_t address, uint64_t bytes, uint64_t *out) {
+  if (!device || !address || !out)
+    return fail(APU_E_INVALID, "apu_kernel_checksum: device, address and out must not be 0");
+  *out = 0;
+  if (bytes == 0) return APU_OK;
+  return guarded("apu_kernel_checksum", [&] { return device->kernel_checksum(address, bytes, *out); });
+}
+
 apu_status apu_kernel_time(apu_device *device, uint32_t dtype, uint32_t precision, const void *w, uint64_t row_stride,
                            const float *x, uint32_t rows, uint32_t n, uint32_t k, uint32_t count, uint32_t repeats,
                            double *nanoseconds) {

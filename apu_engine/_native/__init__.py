@@ -37,6 +37,14 @@ STRATEGIES = {
     "direct": lib.APU_MEMORY_DIRECT,
     "staged": lib.APU_MEMORY_STAGED,
 }
+WAYS = {
+    "auto": lib.APU_WAY_AUTO,
+    "svm": lib.APU_WAY_SVM,
+    "advise": lib.APU_WAY_ADVISE,
+    "lock": lib.APU_WAY_LOCK,
+    "register": lib.APU_WAY_REGISTER,
+}
+GRAINS = {"unknown": lib.APU_GRAIN_UNKNOWN, "fine": lib.APU_GRAIN_FINE, "coarse": lib.APU_GRAIN_COARSE}
 
 
 class NativeError(ApuError):
@@ -115,7 +123,11 @@ def faulted() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProps:
-    """What apu_device_get_props reports; `memory_bytes` is what the device can address as its own."""
+    """What apu_device_get_props reports; `memory_bytes` is what the device can address as its own.
+
+    `pageable`: it reads pageable host memory through the host's page tables. `ways`: of WAYS, those whose functions the
+    runtime has.
+    """
 
     kind: str
     name: str
@@ -124,6 +136,8 @@ class DeviceProps:
     threads: int
     isa: str
     wave_size: int
+    pageable: bool
+    ways: tuple[str, ...]
     memory_bytes: int
     driver_version: int
 
@@ -168,6 +182,8 @@ class Device:
             threads=props.threads,
             isa=next((name for name, level in ISA.items() if level == props.isa), str(props.isa)),
             wave_size=props.wave_size,
+            pageable=bool(props.pageable),
+            ways=tuple(name for name, way in WAYS.items() if way and props.ways >> way & 1),
             memory_bytes=props.memory_bytes,
             driver_version=props.driver_version,
         )
@@ -187,6 +203,12 @@ class Device:
         rate = ffi.new("double *")
         check(lib.apu_kernel_read(self.handle, ffi.cast("void *", address), nbytes, passes, rate))
         return float(rate[0]) * 1e9
+
+    def checksum(self, address: int, nbytes: int) -> int:
+        """The 64-bit sum of apu_kernel_checksum over what the device reads at its address `address`."""
+        out = ffi.new("uint64_t *")
+        check(lib.apu_kernel_checksum(self.handle, address, nbytes, out))
+        return int(out[0])
 
     def matmul_time(
         self, dtype: int, weights: Any, x: Any, *, copies: int, passes: int, precision: int = lib.APU_PRECISION_DEFAULT
@@ -234,6 +256,17 @@ class Chunk:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RegionInfo:
+    """How a region came to be: its strategy, of WAYS and of GRAINS, bytes of the device's own and registered ones."""
+
+    strategy: str
+    way: str
+    grain: str
+    device_bytes: int
+    pinned_bytes: int
+
+
 class Region:
     """Memory that a device can read: a registered host range, or an allocation of the device's own."""
 
@@ -242,11 +275,15 @@ class Region:
         self.nbytes = nbytes
 
     @classmethod
-    def register(cls, device: Device, address: int, nbytes: int, strategy: str = "auto") -> Region:
-        """Makes host memory readable in place where the device can. The range must outlive the region."""
+    def register(cls, device: Device, address: int, nbytes: int, strategy: str = "auto", way: str = "auto") -> Region:
+        """Makes host memory readable by the device: see apu_memory_register. The range must outlive the region.
+
+        Raises UnsupportedError where the runtime lacks the strategy or the way, DeviceError where it refuses,
+        InvalidError for a private writable mapping.
+        """
         out = ffi.new("apu_region **")
         host = ffi.cast("void *", address)
-        check(lib.apu_memory_register(device.handle, host, nbytes, STRATEGIES[strategy], out))
+        check(lib.apu_memory_register(device.handle, host, nbytes, STRATEGIES[strategy], WAYS[way], out))
         return cls(out[0], nbytes)
 
     @classmethod
@@ -268,6 +305,22 @@ class Region:
                 return tuple(Chunk(chunks[i].host, chunks[i].device, chunks[i].bytes) for i in range(count[0]))
             capacity = count[0]
 
+    def info(self) -> RegionInfo:
+        """Strategy, way, grain as the runtime says, and bytes."""
+        found = ffi.new("apu_region_info *")
+        check(lib.apu_region_get_info(self._handle, found))
+
+        def name(names: dict[str, int], number: int) -> str:
+            return next(name for name, value in names.items() if value == number)
+
+        return RegionInfo(
+            strategy=name(STRATEGIES, found.strategy),
+            way=name(WAYS, found.way),
+            grain=name(GRAINS, found.grain),
+            device_bytes=found.device_bytes,
+            pinned_bytes=found.pinned_bytes,
+        )
+
     @property
     def address(self) -> int:
         """Device address of the first byte."""
@@ -277,3 +330,58 @@ class Region:
         if self._handle is not None:
             lib.apu_region_free(self._handle)
             self._handle = None
+
+
+@dataclass(frozen=True, slots=True)
+class StagerInfo:
+    """Bytes read so far with direct I/O and through the page cache, and the ring's pinned bytes."""
+
+    direct_bytes: int
+    plain_bytes: int
+    pinned_bytes: int
+
+
+class Stager:
+    """Copies bytes of files into device memory through at most `ring_bytes` of pinned memory, with direct I/O.
+
+    One thread at a time; close it before its device. Raises UnsupportedError on the cpu.
+    """
+
+    def __init__(self, device: Device, ring_bytes: int) -> None:
+        self._handle: Any = None
+        out = ffi.new("apu_stager **")
+        check(lib.apu_stager_open(device.handle, ring_bytes, out))
+        self._handle = out[0]
+
+    def read(self, fd: int, path: str, offset: int, nbytes: int, to: int) -> None:
+        """Bytes [offset, offset + nbytes) of the open file to device address `to`, at any alignment.
+
+        Returns when all is read and the copies are queued. Raises MappingError, with `path`, where the file is shorter
+        or cannot be read.
+        """
+        status = lib.apu_stager_read(self._handle, fd, os.fsencode(path), offset, nbytes, to)
+        if status == _E_MAPPING:
+            message = os.fsdecode(ffi.string(lib.apu_last_error()))
+            raise MappingError(path, message.removeprefix(path).lstrip(": "))
+        check(status)
+
+    def wait(self) -> None:
+        """Returns when everything read so far is in device memory."""
+        check(lib.apu_stager_wait(self._handle))
+
+    def info(self) -> StagerInfo:
+        """Counters of this stager."""
+        found = ffi.new("apu_stager_info *")
+        check(lib.apu_stager_bytes(self._handle, found))
+        return StagerInfo(found.direct_bytes, found.plain_bytes, found.pinned_bytes)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            lib.apu_stager_close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Stager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

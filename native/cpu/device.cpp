@@ -53,6 +53,7 @@ void Device::props(apu_device_props &out) const {
   out.integrated = 1;
   out.threads = pool.size();
   out.isa = isa;
+  out.pageable = 1;
   out.memory_bytes = pages(_SC_PHYS_PAGES);
 }
 

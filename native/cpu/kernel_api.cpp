@@ -54,6 +54,19 @@ uint64_t read_range(const uint8_t *in, uint64_t bytes) {
   return result;
 }
 
+constexpr uint64_t kChecksumFactor = 0x9e3779b97f4a7c15;
+
+// Sum of (w[i] + 1) * (2 (first + i) + 1) over the words of a range; zeros behind its end.
+uint64_t checksum_range(const uint8_t *in, uint64_t bytes, uint64_t first) {
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < bytes; i += 4) {
+    uint32_t word = 0;
+    std::memcpy(&word, in + i, std::min<uint64_t>(4, bytes - i));
+    sum += (uint64_t{word} + 1) * (2 * (first + i / 4) + 1);
+  }
+  return sum;
+}
+
 } // namespace
 
 namespace apu::cpu {
@@ -125,6 +138,23 @@ apu_status Device::kernel_read(const void *in, uint64_t bytes, uint32_t repeats,
     }
   });
   gb_per_s = static_cast<double>(bytes) / best * 1e-9;
+  return APU_OK;
+}
+
+apu_status Device::kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) {
+  TRY(check_pool(*this, "apu_kernel_checksum"));
+  const uint64_t unit = std::max<uint64_t>(kReadBytes, (bytes / kMaxUnits / 4 + 1) * 4); // whole words
+  const auto units = static_cast<uint32_t>((bytes + unit - 1) / unit);
+  const auto *base = reinterpret_cast<const uint8_t *>(address);
+  std::atomic<uint64_t> all{0};
+  pool.run(0, [&](Worker &worker) {
+    Split split(worker, units, 1);
+    uint64_t sum = 0;
+    for (uint32_t b, e; split.next(b, e);)
+      sum += checksum_range(base + b * unit, std::min(bytes, e * unit) - b * unit, b * unit / 4);
+    all.fetch_add(sum, std::memory_order_relaxed);
+  });
+  out = all * kChecksumFactor;
   return APU_OK;
 }
 

@@ -14,7 +14,10 @@ namespace {
 constexpr uint64_t kHugeFrom = 1u << 30;
 
 struct InPlace final : apu_region {
-  InPlace(uint64_t address, uint64_t bytes) { chunks.push_back({address, address, bytes}); }
+  InPlace(uint64_t address, uint64_t bytes) {
+    chunks.push_back({address, address, bytes});
+    info.strategy = APU_MEMORY_DIRECT;
+  }
 };
 
 struct Anonymous final : apu_region {
@@ -25,7 +28,7 @@ struct Anonymous final : apu_region {
 
 } // namespace
 
-apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t strategy,
+apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t strategy, uint32_t,
                                    std::unique_ptr<apu_region> &out) {
   if (strategy == APU_MEMORY_REGISTERED || strategy == APU_MEMORY_STAGED)
     return fail(APU_E_UNSUPPORTED,
@@ -45,6 +48,7 @@ apu_status Device::alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out
   if (bytes >= kHugeFrom) madvise(base, bytes, MADV_HUGEPAGE); // only advice: small pages work as well
   const uint64_t address = reinterpret_cast<uintptr_t>(base);
   region->chunks.push_back({address, address, bytes});
+  region->info.device_bytes = bytes;
   out = std::move(region);
   return APU_OK;
 }
@@ -52,6 +56,10 @@ apu_status Device::alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out
 apu_status Device::copy(uint64_t to, uint64_t from, uint64_t bytes, bool, bool) {
   std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes);
   return APU_OK;
+}
+
+apu_status Device::open_stager(uint64_t, std::unique_ptr<apu_stager> &) {
+  return fail(APU_E_UNSUPPORTED, "device cpu reads host pages in place: there is no memory of its own to copy to");
 }
 
 } // namespace apu::cpu

@@ -28,13 +28,15 @@ public:
   const char *kind() const override { return driver_->kind(); }
   void props(apu_device_props &out) const override;
   apu_status memory(uint64_t &free, uint64_t &total) override;
-  apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy,
+  apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy, uint32_t way,
                              std::unique_ptr<apu_region> &out) override;
   apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;
   apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) override;
+  apu_status open_stager(uint64_t ring_bytes, std::unique_ptr<apu_stager> &out) override; // stager.cpp
   apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override;
   apu_status kernel_matmul(const KernelProduct &product, float *y) override; // kernel_api.cpp
   apu_status kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) override;
+  apu_status kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) override;
   apu_status kernel_time(const KernelProduct &product, uint32_t count, uint32_t repeats, double &nanoseconds) override;
 
   apu_status use() { return driver_->use_device(index_); } // for the calling thread

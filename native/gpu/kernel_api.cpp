@@ -1,6 +1,7 @@
 // The kernels by themselves, for tests and benchmarks: the same makers as a plan's ops use, with a builder that has one
 // product, one step of fixed sizes, and memory for the length of the call.
 #include "gpu/buffer.h"
+#include "gpu/kernels/checksum.h"
 #include "gpu/kernels/read.h"
 #include "gpu/ops.h"
 
@@ -260,6 +261,25 @@ apu_status Device::kernel_read(const void *in, uint64_t bytes, uint32_t repeats,
       },
       ms));
   gb_per_s = double(args.bytes) / (double(ms[0]) * 1e6);
+  return APU_OK;
+}
+
+apu_status Device::kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) {
+  TRY(use());
+  constexpr uint64_t kFactor = 0x9e3779b97f4a7c15, kThreadBytes = 64; // at least so many for each thread
+  const uint64_t blocks = bytes / (kChecksumThreads * kThreadBytes) + 1;
+  const uint32_t grid = uint32_t(std::min<uint64_t>(blocks, kChecksumBlocks));
+  Kernel kernel;
+  TRY(this->kernel("checksum", 0, kernel));
+  DeviceBuffer sums;
+  TRY(sums.alloc(*driver_, grid * sizeof(uint64_t)));
+  const ChecksumArgs args{address, bytes, reinterpret_cast<u64 *>(sums.address())};
+  TRY(driver_->launch(kernel.function, {grid}, kChecksumThreads, 0, stream_, &args, sizeof(args)));
+  uint64_t parts[kChecksumBlocks];
+  TRY(driver_->copy_to_host(parts, sums.address(), grid * sizeof(uint64_t), stream_));
+  TRY(driver_->stream_wait(stream_));
+  out = 0;
+  for (uint32_t i = 0; i < grid; ++i) out += parts[i] * kFactor;
   return APU_OK;
 }
 

@@ -26,6 +26,7 @@ struct Allocation final : apu_region {
     TRY(device.use());
     TRY(device.driver().alloc(size, address));
     bytes = size;
+    info.device_bytes = size;
     return APU_OK;
   }
 
@@ -78,7 +79,7 @@ private:
 
 } // namespace
 
-apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t strategy,
+apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t strategy, uint32_t,
                                    std::unique_ptr<apu_region> &out) {
   if (strategy == APU_MEMORY_REGISTERED || strategy == APU_MEMORY_DIRECT)
     return fail(APU_E_UNSUPPORTED,
@@ -94,6 +95,7 @@ apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t st
   if (region->address % kAlignment)
     return fail(APU_E_DEVICE, "device %s: an allocation at %#llx, expected a multiple of %llu", kind(),
                 static_cast<unsigned long long>(region->address), static_cast<unsigned long long>(kAlignment));
+  region->info.strategy = APU_MEMORY_STAGED;
   const uint64_t to = region->address + before;
   region->chunks.push_back({reinterpret_cast<uintptr_t>(host), to, bytes});
   TRY(driver_->fill(region->address, 0, before, stream_));

@@ -65,6 +65,8 @@ typedef struct apu_device_props {
   uint32_t threads;    /* cpu: workers */
   uint32_t isa;        /* cpu: the level in use */
   uint32_t wave_size;
+  uint32_t pageable;     /* 1: reads pageable host memory through the host's page tables; host addresses are its own */
+  uint32_t ways;         /* 1 << APU_WAY_* for each that the runtime has the functions of */
   uint64_t memory_bytes; /* what the device can address as its own */
   uint64_t driver_version;
 } apu_device_props;
@@ -82,15 +84,39 @@ typedef struct apu_region apu_region;
 
 enum { APU_MEMORY_AUTO = 0, APU_MEMORY_REGISTERED = 1, APU_MEMORY_DIRECT = 2, APU_MEMORY_STAGED = 3 };
 
+/* How host pages become readable by the device in place. SVM: hsa_amd_svm_attributes_set, coarse-grained and read-only.
+ * ADVISE: hipMemAdvise, coarse grain and then accessed-by. LOCK: hsa_amd_memory_lock. REGISTER: hipHostRegister, mapped
+ * and read-only, and then coarse-grained; cuMemHostRegister. */
+enum { APU_WAY_AUTO = 0, APU_WAY_SVM = 1, APU_WAY_ADVISE = 2, APU_WAY_LOCK = 3, APU_WAY_REGISTER = 4 };
+
+/* Coherence that the device sees a range with: fine-grained pages may be uncached. */
+enum { APU_GRAIN_UNKNOWN = 0, APU_GRAIN_FINE = 1, APU_GRAIN_COARSE = 2 };
+
 typedef struct apu_chunk { /* host bytes [host, host + bytes) are at `device` on the device */
   uint64_t host;
   uint64_t device;
   uint64_t bytes;
 } apu_chunk;
 
-/* Makes a host range readable by the device, in place where it can. The range must outlive the region. */
+typedef struct apu_region_info {
+  uint32_t strategy; /* APU_MEMORY_*; AUTO for memory that apu_memory_alloc made */
+  uint32_t way;      /* APU_WAY_*; AUTO unless registered */
+  uint32_t grain;    /* APU_GRAIN_*, as the runtime says, which need not be what was asked for */
+  uint32_t reserved;
+  uint64_t device_bytes; /* memory of the device's own that the region holds */
+  uint64_t pinned_bytes; /* host bytes that the device reads in place by registration */
+} apu_region_info;
+
+/* Makes a host range readable by the device. The range must outlive the region.
+ * REGISTERED: in place, by the one `way` named, in one call for exactly these whole pages; kernels may read all of
+ * them. DIRECT: in place at the host's own addresses; the cpu, and devices with `pageable`. STAGED: a copy in the
+ * device's memory, for bytes that lie in no file (files: apu_stager). AUTO: DIRECT on the cpu, else STAGED. `way` is
+ * AUTO unless registered. A private writable mapping is not registered (APU_E_INVALID): each of its pages would be
+ * copied. APU_E_UNSUPPORTED where this runtime lacks the way, APU_E_DEVICE with the runtime's error where it refuses;
+ * pages of a refused range may be left half registered until they are unmapped. */
 APU_API apu_status apu_memory_register(apu_device *device, const void *host, uint64_t bytes, uint32_t strategy,
-                                       apu_region **out);
+                                       uint32_t way, apu_region **out);
+APU_API apu_status apu_region_get_info(apu_region *region, apu_region_info *out);
 /* Device memory, zeroed, committed when first touched where the system allows it. */
 APU_API apu_status apu_memory_alloc(apu_device *device, uint64_t bytes, apu_region **out);
 /* Chunks in host order, adjoining in host addresses; count in: capacity, out: number. */
@@ -98,6 +124,27 @@ APU_API apu_status apu_region_chunks(apu_region *region, apu_chunk *out, uint32_
 APU_API apu_status apu_memory_copy(apu_device *device, uint64_t to, uint64_t from, uint64_t bytes, uint32_t to_host,
                                    uint32_t from_host);
 APU_API void apu_region_free(apu_region *region);
+
+/* Copies bytes of files into device memory through a ring of pinned memory, with direct I/O: the page cache keeps
+ * none of them. Where the file system refuses that, with plain reads, whose pages are dropped. One thread at a time. */
+typedef struct apu_stager apu_stager;
+
+typedef struct apu_stager_info {
+  uint64_t direct_bytes; /* read with direct I/O so far */
+  uint64_t plain_bytes;  /* read through the page cache */
+  uint64_t pinned_bytes; /* of the ring */
+} apu_stager_info;
+
+/* At most `ring_bytes` of pinned memory, at least 64 KiB. APU_E_UNSUPPORTED on the cpu, which has no memory of its own.
+ */
+APU_API apu_status apu_stager_open(apu_device *device, uint64_t ring_bytes, apu_stager **out);
+/* Bytes [offset, offset + bytes) of the file open at `fd`, at any alignment, to device address `to`. Returns when all
+ * of them are read and queued. `path` is for errors: APU_E_MAPPING where the file is shorter or cannot be read. */
+APU_API apu_status apu_stager_read(apu_stager *stager, int32_t fd, const char *path, uint64_t offset, uint64_t bytes,
+                                   uint64_t to);
+APU_API apu_status apu_stager_wait(apu_stager *stager); /* until all that was read is in device memory */
+APU_API apu_status apu_stager_bytes(apu_stager *stager, apu_stager_info *out);
+APU_API void apu_stager_close(apu_stager *stager); /* waits; before its device is closed */
 
 /* A file that shrinks while mapped raises SIGBUS. A guarded range gets a zero page at the fault instead, and every
  * later submit or wait fails with APU_E_MAPPING naming `path`. Handlers that were there before are called for faults
@@ -387,6 +434,10 @@ APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *
  * products with weights that lie there. `in` is a device address. GB/s (1e9 bytes) of the best of `repeats` passes. */
 APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
                                    double *gb_per_s);
+/* A sum over the range's little-endian words w[i] of 4 bytes, zeros behind the last byte: of (w[i] + 1) * ((2 i + 1) *
+ * 0x9e3779b97f4a7c15) modulo 2^64. The device computes it from what it reads at `address`, at any alignment; of the
+ * cpu a host address. */
+APU_API apu_status apu_kernel_checksum(apu_device *device, uint64_t address, uint64_t bytes, uint64_t *out);
 /* Nanoseconds of one such product on a GPU: one graph holds a product with each of `count` copies of w, one after the
  * other, the quantised input is made before; the median of `repeats` runs. Where x is NULL, of plain reads of w
  * instead: what the product's speed is a share of. */

@@ -100,9 +100,15 @@ std::string make_layout() {
   S(apu_device_props);
   F(apu_device_props, kind), F(apu_device_props, name), F(apu_device_props, arch), F(apu_device_props, integrated);
   F(apu_device_props, threads), F(apu_device_props, isa), F(apu_device_props, wave_size);
+  F(apu_device_props, pageable), F(apu_device_props, ways);
   F(apu_device_props, memory_bytes), F(apu_device_props, driver_version);
   S(apu_chunk);
   F(apu_chunk, host), F(apu_chunk, device), F(apu_chunk, bytes);
+  S(apu_region_info);
+  F(apu_region_info, strategy), F(apu_region_info, way), F(apu_region_info, grain), F(apu_region_info, reserved);
+  F(apu_region_info, device_bytes), F(apu_region_info, pinned_bytes);
+  S(apu_stager_info);
+  F(apu_stager_info, direct_bytes), F(apu_stager_info, plain_bytes), F(apu_stager_info, pinned_bytes);
   S(apu_segment);
   F(apu_segment, address), F(apu_segment, row_begin), F(apu_segment, row_count), F(apu_segment, row_stride);
   F(apu_segment, padding);

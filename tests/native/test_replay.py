@@ -350,7 +350,7 @@ def test_regions(device: Device) -> None:
     region = ffi.new("apu_region **")
     chunk, count = ffi.new("apu_chunk *"), ffi.new("uint32_t *", 0)
     for strategy in (lib.APU_MEMORY_AUTO, lib.APU_MEMORY_DIRECT):
-        check(lib.apu_memory_register(device.handle, ffi.from_buffer(data), 1000, strategy, region))
+        check(lib.apu_memory_register(device.handle, ffi.from_buffer(data), 1000, strategy, 0, region))
         check(lib.apu_region_chunks(region[0], ffi.NULL, count))
         assert count[0] == 1
         check(lib.apu_region_chunks(region[0], chunk, count))
@@ -358,10 +358,20 @@ def test_regions(device: Device) -> None:
         count[0] = 0
         assert lib.apu_region_chunks(region[0], chunk, count) == lib.APU_E_INVALID
         lib.apu_region_free(region[0])
-    for strategy in (lib.APU_MEMORY_REGISTERED, lib.APU_MEMORY_STAGED):
-        status = lib.apu_memory_register(device.handle, ffi.from_buffer(data), 1000, strategy, region)
-        assert status == lib.APU_E_UNSUPPORTED
-    assert lib.apu_memory_register(device.handle, ffi.NULL, 1000, 0, region) == lib.APU_E_INVALID
+    register, pages = lib.apu_memory_register, ffi.cast("void *", data.ctypes.data & -4096)
+    registered, staged = lib.APU_MEMORY_REGISTERED, lib.APU_MEMORY_STAGED
+    assert register(device.handle, pages, 4096, registered, lib.APU_WAY_SVM, region) == lib.APU_E_UNSUPPORTED
+    assert register(device.handle, pages, 4096, staged, 0, region) == lib.APU_E_UNSUPPORTED
+    for start, nbytes, strategy, way in (
+        (pages, 4096, registered, lib.APU_WAY_AUTO),
+        (pages, 4096, registered, 5),
+        (pages, 4095, registered, lib.APU_WAY_SVM),
+        (pages + 16, 4096, registered, lib.APU_WAY_SVM),
+        (pages, 4096, staged, lib.APU_WAY_SVM),
+        (pages, 4096, 4, 0),
+    ):
+        assert register(device.handle, start, nbytes, strategy, way, region) == lib.APU_E_INVALID
+    assert lib.apu_memory_register(device.handle, ffi.NULL, 1000, 0, 0, region) == lib.APU_E_INVALID
     assert lib.apu_memory_alloc(device.handle, 0, region) == lib.APU_E_INVALID
     assert lib.apu_memory_alloc(device.handle, 2**60, region) == lib.APU_E_MEMORY
     check(lib.apu_memory_alloc(device.handle, 64 << 30, region))  # reserved, not committed
