@@ -104,14 +104,22 @@ class EngineConfig:
         group="model",
         choices=("auto", "registered", "direct", "staged"),
     )
-    memory_limit: int = option(
+    memory_budget: int = option(
         "size",
         0,
-        "Most bytes that KV cache and scratch may take; 0 takes what the machine and the cgroup have free.",
-        "--memory-limit",
+        "Most bytes that weights, KV cache and scratch may take together; 0 takes what the machine and the cgroup have "
+        "free. What a GPU allocates is not charged to a container's memory limit: set it there.",
+        "--memory-budget",
         group="model",
         lo=0,
         default_text="0 (what is free)",
+    )
+    force: bool = option(
+        "bool",
+        False,
+        "Load although the memory budget says that it does not fit.",
+        "--force",
+        group="model",
     )
     mlock: bool = option(
         "bool",

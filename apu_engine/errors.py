@@ -59,7 +59,7 @@ class MappingError(ApuError):
 
 
 class BudgetError(ApuError):
-    """Memory does not suffice: the message gives needed and available bytes and the remedies."""
+    """Memory does not suffice: the message gives needed and available bytes and the remedies. Exit status 78."""
 
 
 class ConfigError(ApuError):

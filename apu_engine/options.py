@@ -166,7 +166,7 @@ _CONVERT: Mapping[str, Any] = {
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes in binary units that `--memory-limit` and its like read back: 0, 512 B, 1.5 GiB."""
+    """Bytes in binary units that `--memory-budget` and its like read back: 0, 512 B, 1.5 GiB."""
     for unit, name in (("t", "TiB"), ("g", "GiB"), ("m", "MiB"), ("k", "KiB")):
         if nbytes >= _SIZE_UNITS[unit]:
             amount = nbytes / _SIZE_UNITS[unit]

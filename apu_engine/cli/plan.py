@@ -28,18 +28,18 @@ def plan(
 ) -> None:
     """List the ops of a model with shapes, types and the bytes that each reads per decode step."""
     from apu_engine import arch
-    from apu_engine.engine.load import plan_options
+    from apu_engine.engine.context import fit
     from apu_engine.plan import dump
     from apu_engine.weights.gguf import open_model
 
     model = open_model(require_model(config, "plan"))
-    context, options = plan_options(config, model)
-    spec = arch.plan(model, options)
+    fitted = fit(config, model)
+    spec = arch.plan(model, fitted.options)
     if as_json:
         for line in dump.lines(spec):
             print(json.dumps(asdict(line)))
         return
-    print(dump.render(spec, context=context.tokens))
+    print(dump.render(spec, context=fitted.context.tokens))
 
 
 def register(app: typer.Typer) -> None:

@@ -18,25 +18,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine._native import PAGE_TOKENS
 from apu_engine.config import EngineConfig
-from apu_engine.engine.context import ContextChoice, choose_context
+from apu_engine.engine.context import ContextChoice, fit
 from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.sampling import sampling_defaults
-from apu_engine.errors import ApuError, BudgetError, ConfigError, MappingError, ModelError
-from apu_engine.memory.budget import human_bytes, memory_available
+from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
+from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.mapping import Mapping, Progress, mlock, prefetch
 from apu_engine.weights.model_file import ModelFile
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
-    from apu_engine.arch import LoadedModel, PlanOptions
+    from apu_engine.arch import LoadedModel
     from apu_engine.text.template import ChatTemplate
     from apu_engine.text.tokenizer import Tokenizer
 
 STAGES = ("tokenizer", "pool", "map", "load", "ready")
-MAX_OUTPUTS = 32  # output rows of a step: what bounds the logits scratch, and the speed of logits(ids)
 MAX_TEMPLATE_BYTES = 1 << 20
 OnStage = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
@@ -196,7 +194,8 @@ def _load(
     _check_strategy(config.memory, device.props.kind)
     stages.end("pool")
 
-    context, options = plan_options(config, model, device)
+    fitted = fit(config, model, device, _strategies(config.memory, device.props.kind))
+    context, options = fitted.context, fitted.options
     notices = list(context.notices)
     mappings: list[Mapping] = []
     for file, size in zip(model.files, model.file_sizes, strict=True):
@@ -256,6 +255,13 @@ def _check_strategy(strategy: str, kind: str) -> None:
         )
 
 
+def _strategies(strategy: str, kind: str) -> tuple[str, ...]:
+    """Candidates for a device, best first."""
+    if strategy != "auto":
+        return (strategy,)
+    return ("direct",) if kind == "cpu" else ("staged",)
+
+
 def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
     """A file without a usable tokenizer still runs on token ids; why is kept for whoever asks for text."""
     if "tokenizer.ggml.model" not in model.metadata:
@@ -294,62 +300,6 @@ def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) 
     from apu_engine.text.template import ChatTemplate
 
     return ChatTemplate.from_metadata(model.metadata, tokenizer, str(model.path), override)
-
-
-def plan_options(
-    config: EngineConfig, model: ModelFile, device: Device | None = None
-) -> tuple[ContextChoice, PlanOptions]:
-    """The context that fits, and the limits of a plan for it.
-
-    On a GPU the copy of the weights comes first, and the rest must fit beside it. Raises BudgetError.
-    """
-    from apu_engine import arch
-
-    info = arch.describe(model, config.kv_type)
-    outputs = max(MAX_OUTPUTS, config.parallel)
-
-    def options(ctx: int) -> PlanOptions:
-        return arch.PlanOptions(
-            ctx=ctx,
-            parallel=config.parallel,
-            max_rows=max(config.batch, config.parallel),
-            max_sequences=config.parallel,
-            max_outputs=outputs,
-            kv_type=config.kv_type,
-            precision=config.precision,
-            graph=config.graph,
-        )
-
-    scratch = arch.plan(model, options(1)).arena_bytes
-
-    def need(ctx: int) -> int:
-        chosen = options(ctx)
-        pages = (arch.page_count(chosen, window) * bytes_ for window, bytes_ in groups)
-        return scratch + sum(pages)
-
-    groups = [
-        (window, PAGE_TOKENS * per_token)
-        for window, per_token in zip(info.windows, info.kv_bytes_per_token, strict=True)
-    ]
-    available, file_pages = memory_available(), info.weight_bytes
-    if device is not None and device.props.kind != "cpu":
-        available, file_pages = _beside_the_copy(device, model, available), 0
-    context = choose_context(config.ctx, info.context_trained, need, available, file_pages, config.memory_limit)
-    return context, options(context.tokens)
-
-
-def _beside_the_copy(device: Device, model: ModelFile, host: int) -> int:
-    """Bytes of a GPU's memory that are left when the files lie there; where it is the host's, of the host's too."""
-    copy, free = sum(model.file_sizes), device.free_memory()
-    if device.props.integrated:
-        free = min(free, host)
-    if copy >= free:
-        name = f"{device.props.kind}, {device.props.name}"
-        raise BudgetError(
-            f"the weights ({human_bytes(copy)}) do not fit in the memory that is free on {name} ({human_bytes(free)}); "
-            "use a smaller quantisation, free memory, or use --device cpu, which reads the file in place"
-        )
-    return free - copy
 
 
 def summary(runtime: Runtime) -> str:

@@ -100,12 +100,17 @@ class Machine:
         """Bytes left in the tightest memory cgroup that this process is in, its cached file pages counted as free;
         None without a limit. Both cgroup versions; in a container the path may not exist below the mount point.
         """
-        return min((limit - used for limit, used in self._cgroups()), default=None)
+        return min((limit - used for limit, used, _ in self._cgroups()), default=None)
+
+    @property
+    def cgroup_cached(self) -> int:
+        """Bytes of file pages that are charged to the limited memory cgroups that this process is in."""
+        return max((cached for *_, cached in self._cgroups()), default=0)
 
     @property
     def cgroup_limit(self) -> int | None:
         """The lowest limit of the memory cgroups that this process is in; None without one."""
-        return min((limit for limit, _ in self._cgroups()), default=None)
+        return min((limit for limit, *_ in self._cgroups()), default=None)
 
     @property
     def available(self) -> int:
@@ -113,8 +118,8 @@ class Machine:
         machine, group = self.memory_available, self.cgroup_available
         return max(0, machine if group is None else min(machine, group))
 
-    def _cgroups(self) -> Iterator[tuple[int, int]]:
-        """(limit, usage that cannot be reclaimed) of each limited cgroup above this process."""
+    def _cgroups(self) -> Iterator[tuple[int, int, int]]:
+        """(limit, usage that cannot be reclaimed, file pages) of each limited cgroup above this process."""
         mount, total = self.path("sys/fs/cgroup"), self.memory_total
         for line in (self.text("proc/self/cgroup") or "").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -157,16 +162,21 @@ class Machine:
         return " ".join(name for name in names if name)
 
     @property
-    def kfd_limit(self) -> int:
-        """Most bytes of system memory that KFD lets GPUs map in place: RAM - RAM/64 - 1.5 GiB
-        (amdgpu_amdkfd_gpuvm_init_mem_limits of Linux 6.12 to 7.x).
-        """
-        return max(0, kfd_limit(self.memory_total))
+    def kfd_limit(self) -> int | None:
+        """Most bytes of system memory that KFD lets GPUs map, of all processes together; None: it is switched off."""
+        if (self.text("sys/module/amdgpu/parameters/no_system_mem_limit") or "").upper() in ("Y", "1"):
+            return None
+        return kfd_limit(self.memory_total)
+
+    @property
+    def ttm_module(self) -> str:
+        """The module that owns GTT's limits: "amdttm" with AMD's packaged driver (amdgpu-dkms), else "ttm"."""
+        return "amdttm" if self.path("sys/module/amdttm").is_dir() else "ttm"
 
     @property
     def ttm_pages_limit(self) -> int | None:
         """ttm.pages_limit in pages of 4 KiB: the ceiling of all GPUs' GTT together."""
-        return self.number("sys/module/ttm/parameters/pages_limit")
+        return self.number(f"sys/module/{self.ttm_module}/parameters/pages_limit")
 
     # ---- GPUs
 
@@ -245,8 +255,11 @@ class Machine:
 
 
 def kfd_limit(memory_total: int) -> int:
-    """KFD's limit on system memory in bytes for this much RAM."""
-    return memory_total - (memory_total >> 6) - 3 * GIB // 2
+    """KFD's limit on system memory in bytes: RAM - RAM/64 - 1.5 GiB, or half where that leaves less than 1.5 GiB
+    (amdgpu_amdkfd_gpuvm_init_mem_limits of Linux 6.12 to 7.x).
+    """
+    most, reserve = memory_total - (memory_total >> 6), 3 * GIB // 2
+    return most // 2 if most < 2 * reserve else most - reserve
 
 
 def gfx_name(version: int) -> str:
@@ -290,7 +303,7 @@ def _meminfo(text: str) -> Iterator[tuple[str, int]]:
             yield name, int(value[0]) * (1024 if value[1:] == ["kB"] else 1)
 
 
-def _cgroup(folder: Path, limit_name: str, usage_name: str, prefix: str) -> tuple[int, int] | None:
+def _cgroup(folder: Path, limit_name: str, usage_name: str, prefix: str) -> tuple[int, int, int] | None:
     try:
         limit = int((folder / limit_name).read_text())  # "max" when there is none
         usage = int((folder / usage_name).read_text())
@@ -298,4 +311,4 @@ def _cgroup(folder: Path, limit_name: str, usage_name: str, prefix: str) -> tupl
     except (OSError, ValueError):
         return None
     reclaimable = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
-    return limit, usage - min(reclaimable, usage)
+    return limit, usage - min(reclaimable, usage), reclaimable

@@ -45,7 +45,7 @@ def test_every_option_has_a_twin_that_works() -> None:
         ({"top_p": "nan"}, "flag", ["--top-p", "a number from 0 to 1", "'nan'"]),
         ({"precision": "low"}, "flag", ["--precision", "one of default, fine, exact", "'low'"]),
         ({"mlock": "perhaps"}, "argument", ["mlock", "'perhaps'"]),
-        ({"memory_limit": "12 parsecs"}, "flag", ["--memory-limit", "512MiB or 8G", "'12 parsecs'"]),
+        ({"memory_budget": "12 parsecs"}, "flag", ["--memory-budget", "512MiB or 8G", "'12 parsecs'"]),
         ({"nonsense": 1}, "argument", ["nonsense", "no option", "docs/configuration.md"]),
     ],
 )
@@ -67,8 +67,8 @@ def test_a_bad_variable_names_itself() -> None:
     [("0", 0), ("1024", 1024), ("512MiB", 512 << 20), ("8G", 8 << 30), ("1.5 GB", 3 << 29), ("2kb", 2048)],
 )
 def test_sizes(text: str, value: int) -> None:
-    assert spec("memory_limit").convert(text) == value
-    assert spec("memory_limit").convert(format_size(value)) == value
+    assert spec("memory_budget").convert(text) == value
+    assert spec("memory_budget").convert(format_size(value)) == value
 
 
 def test_debug_is_known_before_parsing() -> None:

@@ -31,11 +31,6 @@ def test_what_fits_when_memory_is_short() -> None:
     assert "fits in" in choice.reason
 
 
-def test_a_limit_is_kept() -> None:
-    choice = choose_context(0, 131072, need, 16 * GB, 100 * MB, limit=100 * MB)
-    assert need(choice.tokens) <= 100 * MB < need(choice.tokens + 128)
-
-
 def test_weights_larger_than_memory_leave_a_quarter() -> None:
     choice = choose_context(0, 8192, need, 400 * MB, 80 * GB)
     assert 0 < need(choice.tokens) <= 90 * MB
@@ -62,8 +57,15 @@ def test_asked_for_above_memory_is_refused_with_numbers_and_remedies() -> None:
     message = str(info.value)
     for words in ("ctx 100000 needs 2.01 GB", "1 GB is available", "use ctx 49408", "kv_type f16", "parallel"):
         assert words in message, message
-    with pytest.raises(BudgetError, match=r"memory_limit \(100 MB\).*raise memory_limit"):
-        choose_context(100_000, 131072, need, 16 * GB, 100 * MB, limit=100 * MB)
+    with pytest.raises(BudgetError, match=r"memory_budget leaves 100 MB.*raise memory_budget"):
+        choose_context(100_000, 131072, need, 100 * MB, 0, budget=True)
+
+
+def test_force_turns_refusals_into_notices() -> None:
+    choice = choose_context(100_000, 131072, need, 1 * GB, 100 * MB, force=True)
+    assert choice.tokens == 100_000 and choice.notices[0].startswith("--force: ctx 100000 needs 2.01 GB")
+    choice = choose_context(0, 8192, need, 40 * MB, 80 * GB, force=True)
+    assert choice.tokens == 512 and "--force" in choice.notices[0]
 
 
 def test_asked_for_beside_large_weights_is_a_notice() -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,12 +113,17 @@ def test_weights_that_do_not_fit(
     hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: TinyModel
 ) -> None:
     monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
+    config = EngineConfig(model=str(tiny_llama.path), device="hip", memory="staged", ctx=64)
     hip.set(memory=100_000)
-    with pytest.raises(BudgetError, match=r"do not fit in the memory that is free on hip, HIP double 0 \(100 kB\)"):
-        load(EngineConfig(model=str(tiny_llama.path), device="hip"))
-    hip.set(memory=tiny_llama.path.stat().st_size + 2_000_000)
-    with pytest.raises(BudgetError, match="ctx 8192 needs"):
-        load(EngineConfig(model=str(tiny_llama.path), device="hip", ctx=8192))
+    with pytest.raises(
+        BudgetError, match=r"does not fit on hip, HIP double 0: .* as free is 97\.7 KiB\. Use .*--force"
+    ):
+        load(config)
+    assert not any(hip.live().values())
+    hip.set(memory=(385 << 20) + tiny_llama.path.stat().st_size)
+    load(config).close()
+    with pytest.raises(BudgetError, match=r"\(ctx 8192\).* use --ctx \d+, "):
+        load(replace(config, ctx=8192))
 
 
 def test_a_runtime_that_lacks_functions(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,3 +166,21 @@ def test_the_root_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest
 def test_numbers() -> None:
     assert [gfx_name(n) for n in (110501, 110500, 90402, 90012)] == ["gfx1151", "gfx1150", "gfx942", "gfx90c"]
     assert kfd_limit(128 * GIB) == 128 * GIB - 2 * GIB - 3 * GIB // 2
+    assert kfd_limit(GIB) == (GIB - GIB // 64) // 2
+
+
+def test_stock_strix_halo() -> None:
+    """The fixture's numbers, and that KFD's limit is above GTT's by far: file pages need no kernel parameter."""
+    machine = Machine(Path(__file__).parent.parent / "fixtures/machines/strix-halo-128-stock")
+    (gpu,) = machine.amd_gpus()
+    assert (gpu.gfx, gpu.compute_units, gpu.integrated, gpu.firmware["mes"]) == ("gfx1151", 40, True, 0x80)
+    assert machine.kfd_limit is not None and gpu.gtt_total is not None
+    assert machine.kfd_limit > 120 * GIB > 64 * GIB > gpu.gtt_total
+    assert machine.ttm_module == "ttm" and machine.ttm_pages_limit == gpu.gtt_total // 4096
+    assert machine.has_kfd and machine.cgroup_limit is None and machine.memlock_limit == 8 << 20
+
+
+def test_other_drivers(tmp_path: Path) -> None:
+    files = {"proc/meminfo": "MemTotal: 1000 kB\n", "sys/module/amdttm/parameters/pages_limit": "7"}
+    machine = write(tmp_path, {**files, "sys/module/amdgpu/parameters/no_system_mem_limit": "Y\n"})
+    assert (machine.ttm_module, machine.ttm_pages_limit, machine.kfd_limit) == ("amdttm", 7, None)
