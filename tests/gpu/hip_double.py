@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import struct
 import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from pathlib import Path
 from shim import CACHE, KERNELS, _compiler, compile_kernels
 
 SOURCES = Path(__file__).with_name("double")
-LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs")
+LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs", "registrations", "range_bytes")
+TOTALS = ("most_device_bytes", "most_pinned_bytes", "copied_bytes", "pageable_bytes")
 
 
 def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], flags: Sequence[str] = ()) -> Path:
@@ -57,6 +59,12 @@ def code_object(folder: Path, arch: str = "gfx1151", files: Iterable[Path] | Non
     return out
 
 
+def counted(path: Path) -> dict[str, int]:
+    """What the double of another process wrote to the file that APU_HIP_DOUBLE_COUNTS names, as it is now."""
+    numbers = struct.unpack(f"{len(LIVE + TOTALS)}Q", path.read_bytes())
+    return dict(zip(LIVE + TOTALS, numbers, strict=True))
+
+
 class HipDouble:
     """The double as loaded in this process."""
 
@@ -74,10 +82,17 @@ class HipDouble:
         self._library.apu_double_fail(error.encode())
 
     def live(self) -> dict[str, int]:
-        """How many objects of each kind exist."""
-        counts = (ctypes.c_uint64 * len(LIVE))()
-        self._library.apu_double_live(counts)
-        return dict(zip(LIVE, counts, strict=True))
+        """How many objects of each kind exist; `range_bytes` of host memory that the device can reach in place."""
+        return {name: count for name, count in self._counts().items() if name in LIVE}
+
+    def totals(self) -> dict[str, int]:
+        """Since the last `set`: most bytes allocated at any one time, bytes copied to the device."""
+        return {name: count for name, count in self._counts().items() if name in TOTALS}
+
+    def _counts(self) -> dict[str, int]:
+        counts = (ctypes.c_uint64 * len(LIVE + TOTALS))()
+        self._library.apu_double_counts(counts)
+        return dict(zip(LIVE + TOTALS, counts, strict=True))
 
     def error(self) -> str:
         """What the last kernel that failed said."""

@@ -2,18 +2,69 @@
 #include "state.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
 #include <sstream>
+#include <sys/mman.h>
+#include <unistd.h>
 
 using namespace hip_double;
 
 namespace hip_double {
 
+static std::atomic<uint64_t> *counts() {
+  static_assert(sizeof(std::atomic<uint64_t>) == 8);
+  constexpr size_t kBytes = kCounts * sizeof(uint64_t);
+  void *p = nullptr;
+  if (const char *path = std::getenv("APU_HIP_DOUBLE_COUNTS")) {
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (fd >= 0 && ftruncate(fd, kBytes) == 0) p = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fd >= 0) close(fd);
+    if (!p || p == MAP_FAILED) std::fprintf(stderr, "hip double: %s: %s\n", path, std::strerror(errno)), std::abort();
+  } else {
+    p = std::calloc(kCounts, sizeof(uint64_t));
+  }
+  return static_cast<std::atomic<uint64_t> *>(p);
+}
+
 State &state() {
-  static State *s = new State; // outlives every thread
+  static State *s = [] {
+    auto *made = new State; // outlives every thread
+    made->counts = counts();
+    return made;
+  }();
   return *s;
+}
+
+void publish() {
+  State &s = state();
+  const auto pinned = uint64_t(
+      std::count_if(s.allocations.begin(), s.allocations.end(), [](const auto &a) { return a.second.pinned; }));
+  s.counts[kAllocations] = s.allocations.size() - pinned;
+  s.counts[kPinned] = pinned;
+  s.counts[kStreams] = s.streams.size();
+  s.counts[kEvents] = s.events.size();
+  s.counts[kModules] = s.modules.size();
+  s.counts[kGraphs] = s.graphs.size();
+  s.counts[kExecs] = s.execs.size();
+  s.counts[kRegistrations] = s.registrations.size();
+  uint64_t reached = 0;
+  for (const auto &[begin, range] : s.ranges) reached += range.accessible ? uint64_t(range.end - begin) : 0;
+  s.counts[kRangeBytes] = reached;
+  s.counts[kMostDeviceBytes] = std::max(s.counts[kMostDeviceBytes].load(), s.allocated);
+  s.counts[kMostPinnedBytes] = std::max(s.counts[kMostPinnedBytes].load(), s.pinned);
+}
+
+void hang(const char *key, const std::string &value) {
+  State &s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  s.faults_changed.wait(lock, [&] {
+    const auto it = s.faults.find(key);
+    return it == s.faults.end() || it->second != value;
+  });
 }
 
 static void read_faults(State &s, const char *text) {
@@ -82,7 +133,8 @@ HIP_API void apu_double_set(const char *faults) {
   State &s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   read_faults(s, faults);
-  s.mallocs = 0;
+  s.mallocs = s.host_mallocs = s.copies = 0;
+  for (uint32_t i = kLiveCounts; i < kCounts; ++i) s.counts[i] = 0;
   s.error.clear();
   s.sticky = hipSuccess; // which no real runtime forgives
   s.faults_changed.notify_all();
@@ -100,18 +152,19 @@ HIP_API const char *apu_double_error() {
   return copy.c_str();
 }
 
-// Device allocations, pinned ones, streams, events, modules, graphs, executable graphs.
-HIP_API void apu_double_live(uint64_t *out) {
+HIP_API void apu_double_counts(uint64_t *out) {
   State &s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  out[0] = uint64_t(
-      std::count_if(s.allocations.begin(), s.allocations.end(), [](const auto &a) { return !a.second.pinned; }));
-  out[1] = s.allocations.size() - out[0];
-  out[2] = s.streams.size();
-  out[3] = s.events.size();
-  out[4] = s.modules.size();
-  out[5] = s.graphs.size();
-  out[6] = s.execs.size();
+  forget_unmapped();
+  publish();
+  for (uint32_t i = 0; i < kCounts; ++i) out[i] = s.counts[i];
+}
+
+__attribute__((destructor)) static void at_exit() {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  forget_unmapped();
+  publish();
 }
 
 // Without a device ROCm 5 fails hipInit with hipErrorInvalidDevice (ROCm/hip#2700, and Debian's libamdhip64-5); later
@@ -151,10 +204,11 @@ HIP_API int hipGetDevicePropertiesR0600(void *p, int device) { // offsets of hip
   put<size_t>(p, 288, size_t(64) << 30); // totalGlobalMem
   put<size_t>(p, 296, 65536);            // sharedMemPerBlock
   put<int>(p, 308, arch() == "gfx90a" ? 64 : 32);
-  put<int>(p, 388, 4);       // multiProcessorCount
-  put<int>(p, 396, 1);       // integrated
-  put<int>(p, 616, 2 << 20); // l2CacheSize
-  put<int>(p, 624, 2048);    // maxThreadsPerMultiProcessor
+  put<int>(p, 388, 4);             // multiProcessorCount
+  put<int>(p, 396, 1);             // integrated
+  put<int>(p, 584, 0xc5 + device); // pciBusID; domain and device are 0
+  put<int>(p, 616, 2 << 20);       // l2CacheSize
+  put<int>(p, 624, 2048);          // maxThreadsPerMultiProcessor
   std::snprintf(static_cast<char *>(p) + 1160, 256, "%s%s", arch().c_str(),
                 arch() == "gfx90a" ? ":sramecc+:xnack-" : "");
   put<size_t>(p, 1416, 65536); // maxSharedMemoryPerMultiProcessor
@@ -196,6 +250,7 @@ HIP_API const char *hipGetErrorName(int error) {
     NAME(hipErrorNotFound);
     NAME(hipErrorNotReady);
     NAME(hipErrorIllegalAddress);
+    NAME(hipErrorHostMemoryNotRegistered);
     NAME(hipErrorLaunchFailure);
     NAME(hipErrorStreamCaptureUnsupported);
     NAME(hipErrorStreamCaptureInvalidated);

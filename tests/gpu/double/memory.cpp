@@ -1,6 +1,7 @@
 // Memory: device allocations between guard pages, pinned memory, copies and fills.
 #include "state.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -58,11 +59,15 @@ static const Allocation *find(const void *p, size_t bytes) {
 }
 
 bool on_device(const void *p, size_t bytes) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  return find(p, bytes) != nullptr;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (find(p, bytes)) return true;
+  }
+  return registered(p, bytes, true);
 }
 
 bool pinned(const void *p, size_t bytes) {
+  if (registered(p, bytes, false)) return true;
   State &s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const auto *address = static_cast<const uint8_t *>(p);
@@ -107,16 +112,20 @@ HIP_API int hipMalloc(void **out, size_t bytes) {
   if (!s.working) protect(a, PROT_NONE);
   s.allocated += bytes;
   s.allocations[a.data] = a;
+  publish();
   *out = a.data;
   return hipSuccess;
 }
 
+// The figures are of no one's memory on some APUs: more free than there is (ROCm/legacy-rocm-build#6004: 120 of 62.47
+// GiB), a sixth of it (ROCm/hip#3892), half of it (ROCm/TheRock#4645). "mem_free" and "mem_total" say them.
 HIP_API int hipMemGetInfo(size_t *free, size_t *total) {
   CHECK_STICKY();
   const uint64_t limit = fault_number("memory", uint64_t(64) << 30);
+  const uint64_t said_free = fault_number("mem_free", 0), said_total = fault_number("mem_total", 0);
   std::lock_guard<std::mutex> lock(state().mutex);
-  *total = limit;
-  *free = limit - state().allocated;
+  *total = said_total ? said_total : limit;
+  *free = said_free ? said_free : limit - state().allocated;
   return hipSuccess;
 }
 
@@ -132,6 +141,7 @@ HIP_API int hipFree(void *p) {
   s.allocated -= it->second.bytes;
   munmap(it->second.map, it->second.map_bytes);
   s.allocations.erase(it);
+  publish();
   return hipSuccess;
 }
 
@@ -142,7 +152,11 @@ HIP_API int hipHostMalloc(void **out, size_t bytes, unsigned) {
   if (const int refused = refuse_while_capturing()) return refused;
   *out = nullptr;
   const bool moved = !fault("moved").empty();
-  if (fault_number("pinned_memory", UINT64_MAX) < bytes) return hipErrorOutOfMemory;
+  const uint64_t limit = fault_number("pinned_memory", UINT64_MAX), fails = fault_number("pinned_oom_at", 0);
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (++state().host_mallocs == fails || state().pinned + bytes > limit) return hipErrorOutOfMemory;
+  }
   const int fd = memfd_create("pinned", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, off_t(rounded(bytes, kPage)))) return hipErrorOutOfMemory;
   Allocation a = map_guarded(bytes, fd);
@@ -155,7 +169,9 @@ HIP_API int hipHostMalloc(void **out, size_t bytes, unsigned) {
   std::lock_guard<std::mutex> lock(s.mutex);
   std::memset(a.map + kPage, kPoison, a.map_bytes - 2 * kPage);
   if (!s.working && !reachable_by_host(a)) protect(a, PROT_NONE);
+  s.pinned += bytes;
   s.allocations[a.data] = a;
+  publish();
   *out = moved ? a.second : a.data;
   return hipSuccess;
 }
@@ -166,6 +182,8 @@ HIP_API int hipHostGetDevicePointer(void **out, void *host, unsigned) {
   std::lock_guard<std::mutex> lock(s.mutex);
   for (const auto &[key, a] : s.allocations)
     if (a.pinned && (a.second ? a.second : a.data) == host) return *out = a.data, int(hipSuccess);
+  if (const auto *r = registration_of(host); r && !r->second.locked)
+    return *out = r->second.device + (static_cast<uint8_t *>(host) - r->first), int(hipSuccess);
   return hipErrorInvalidValue;
 }
 
@@ -180,20 +198,33 @@ HIP_API int hipHostFree(void *host) {
     if (!a.pinned || (a.second ? a.second : a.data) != host) continue;
     if (a.second) munmap(a.second - (a.data - a.map), a.map_bytes);
     munmap(a.map, a.map_bytes);
+    s.pinned -= a.bytes;
     s.allocations.erase(it);
+    publish();
     return hipSuccess;
   }
   return hipErrorInvalidValue;
 }
 
 // Pageable memory is staged: it may be changed once the call has returned, pinned memory may not before the copy is
-// done. Addresses that are no allocation are refused at the call.
+// done. Addresses that are no allocation are refused at the call. A copy that never ends, or only after minutes, was
+// seen from mapped files of many GB (ROCm/legacy-rocm-build#6582, #6182, ggml-org/llama.cpp#15018): "copy_hang=k" is
+// the k-th to the device.
 HIP_API int hipMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *handle) {
   CHECK_STICKY();
   auto *stream = static_cast<Stream *>(handle);
   const bool to_device = kind == 1 || kind == 3, from_device = kind == 2 || kind == 3;
   if ((to_device && !on_device(to, bytes)) || (from_device && !on_device(from, bytes))) return hipErrorInvalidValue;
   if (kind < 1 || kind > 3) return hipErrorInvalidValue;
+  if (kind == 1) {
+    const std::string hangs = fault("copy_hang");
+    const bool pageable = !pinned(from, bytes);
+    State &s = state();
+    s.counts[kCopiedBytes] += bytes;
+    if (pageable) s.counts[kPageableBytes] += bytes;
+    if (uint64_t number = ++s.copies; !hangs.empty() && number == std::strtoull(hangs.c_str(), nullptr, 0))
+      if (const int refused = enqueue(stream, [=] { hang("copy_hang", hangs); })) return refused;
+  }
   if (kind == 1 && !stream->capture && !pinned(from, bytes)) {
     const auto *bytes_now = static_cast<const uint8_t *>(from);
     auto staged = std::make_shared<std::vector<uint8_t>>(bytes_now, bytes_now + bytes);

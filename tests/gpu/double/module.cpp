@@ -15,12 +15,7 @@ void run_kernel(const Kernel &kernel, const uint32_t (&grid)[3], uint32_t thread
                 const std::vector<uint8_t> &argument) {
   // A kernel that never ends: the event behind it never passes and no call fails (ROCm/legacy-rocm-build#6530,
   // ROCm/TheRock#7989).
-  if (fault("hang") == kernel.name) {
-    State &s = state();
-    std::unique_lock<std::mutex> lock(s.mutex);
-    s.faults_changed.wait(lock, [&] { return s.faults["hang"] != kernel.name; });
-    return;
-  }
+  if (fault("hang") == kernel.name) return hang("hang", kernel.name);
   // An address that is not mapped: hipErrorIllegalAddress from then on (ROCm/rocm-systems#10656).
   if (fault("fault") == kernel.name)
     return sticky_fault(hipErrorIllegalAddress, "memory access fault in " + kernel.name);
@@ -29,9 +24,15 @@ void run_kernel(const Kernel &kernel, const uint32_t (&grid)[3], uint32_t thread
   const bool reverse = !fault("reverse").empty();
   char error[2048] = "";
   std::lock_guard<std::mutex> lock(state().launching);
-  if (!kernel.launch(kernel.name.c_str(), grid, threads, lds, argument.data(), argument.size(), reverse, error,
-                     sizeof error))
-    return;
+  const int failed = kernel.launch(kernel.name.c_str(), grid, threads, lds, argument.data(), argument.size(), reverse,
+                                   error, sizeof error);
+  if (kernel.name == "plain_read") { // ReadArgs: address and bytes come first
+    uint64_t from = 0, bytes = 0;
+    std::memcpy(&from, argument.data(), sizeof from);
+    std::memcpy(&bytes, argument.data() + sizeof from, sizeof bytes);
+    take(read_ns(reinterpret_cast<const void *>(from), bytes));
+  }
+  if (!failed) return;
   sticky_fault(std::strstr(error, "memory fault") ? hipErrorIllegalAddress : hipErrorLaunchFailure, error);
 }
 
@@ -72,6 +73,7 @@ HIP_API int hipModuleLoadData(void **out, const void *image) {
   std::lock_guard<std::mutex> lock(state().mutex);
   *out = module.get();
   state().modules.insert(module.release());
+  publish();
   return hipSuccess;
 }
 
@@ -81,6 +83,7 @@ HIP_API int hipModuleUnload(void *handle) {
   auto *module = static_cast<Module *>(handle);
   std::lock_guard<std::mutex> lock(state().mutex);
   if (!state().modules.erase(module)) return hipErrorInvalidHandle;
+  publish();
   delete module; // libraries stay: loading them again is slow
   return hipSuccess;
 }

@@ -37,6 +37,7 @@ enum Error : int {
   hipErrorNotFound = 500,
   hipErrorNotReady = 600,
   hipErrorIllegalAddress = 700,
+  hipErrorHostMemoryNotRegistered = 713,
   hipErrorLaunchFailure = 719,
   hipErrorStreamCaptureUnsupported = 900,
   hipErrorStreamCaptureInvalidated = 901,
@@ -66,7 +67,44 @@ struct Module {
   std::map<std::string, Kernel> kernels;
 };
 
+// Host memory that hipHostRegister or hsa_amd_memory_lock gave to the device.
+struct Registration {
+  size_t bytes = 0;
+  uint8_t *device = nullptr; // where the device sees it: the host's address, or inside of `map`
+  uint8_t *map = nullptr;
+  size_t map_bytes = 0;
+  bool locked = false; // by hsa_amd_memory_lock
+};
+
+// Pages of host memory of which the kernel driver was told something. It forgets them when they are unmapped, whatever
+// the runtime is told before.
+struct Range {
+  uint8_t *end = nullptr;
+  bool coarse = false, accessible = false;
+  const char *way = nullptr; // by which it came
+};
+
 using Work = std::function<void()>;
+
+// What exists, then totals: in memory that APU_HIP_DOUBLE_COUNTS may name a file for, so that it outlives a process
+// that is killed. In the order of LIVE and TOTALS in hip_double.py.
+enum Count : uint32_t {
+  kAllocations,
+  kPinned,
+  kStreams,
+  kEvents,
+  kModules,
+  kGraphs,
+  kExecs,
+  kRegistrations,
+  kRangeBytes, // of host memory that the device can reach in place
+  kLiveCounts,
+  kMostDeviceBytes = kLiveCounts, // allocated at any one time
+  kMostPinnedBytes,
+  kCopiedBytes,   // to the device
+  kPageableBytes, // of them from memory that is not pinned
+  kCounts,
+};
 
 struct Graph {
   std::vector<Work> nodes;
@@ -78,6 +116,7 @@ struct Stream {
   std::condition_variable changed;
   std::deque<Work> queue;
   bool busy = false, ending = false;
+  std::atomic<uint64_t> worked{0}; // nanoseconds, by the device's clock
   // capture
   std::unique_ptr<Graph> capture;
   std::thread::id capturer;
@@ -95,17 +134,22 @@ struct Event {
 struct State {
   std::mutex mutex; // all but the atomics
   std::map<std::string, std::string> faults;
-  std::map<uint8_t *, Allocation> allocations; // by the device's address
-  uint64_t allocated = 0;                      // bytes of device memory
+  std::map<uint8_t *, Allocation> allocations;     // by the device's address
+  uint64_t allocated = 0, pinned = 0;              // bytes of device memory, of pinned memory
+  std::map<uint8_t *, Registration> registrations; // by the host's address
+  std::map<uint8_t *, Range> ranges;
+  std::multimap<uint8_t *, std::pair<void *, size_t>> copied; // what registering cost in anonymous memory
   std::set<Stream *> streams;
   std::set<std::shared_ptr<Event> *> events;
   std::set<Module *> modules;
   std::set<Graph *> graphs;
   std::set<std::shared_ptr<Graph> *> execs;
   uint32_t working = 0; // streams that work: device memory is open
-  uint64_t mallocs = 0;
-  std::string error;    // of the last kernel that failed
-  std::mutex launching; // the shim's signal handlers belong to one launch at a time
+  uint64_t mallocs = 0, host_mallocs = 0;
+  std::atomic<uint64_t> copies{0};
+  std::atomic<uint64_t> *counts = nullptr; // kCounts
+  std::string error;                       // of the last kernel that failed
+  std::mutex launching;                    // the shim's signal handlers belong to one launch at a time
   std::atomic<int> sticky{hipSuccess};
   std::condition_variable faults_changed;
 };
@@ -123,12 +167,22 @@ uint64_t fault_number(const char *key, uint64_t otherwise);
 // ends invalid: ROCm 7.0 and later, as CUDA (ROCm/rccl#2022, ROCm/hip#3876).
 int refuse_while_capturing();
 
-bool on_device(const void *p, size_t bytes); // within one allocation that the device can reach
+bool on_device(const void *p, size_t bytes); // within one allocation or registration that the device can reach
 bool pinned(const void *p, size_t bytes);    // at the host's address of pinned memory
-void open_memory();                          // for the calling stream's thread
+bool registered(const void *p, size_t bytes, bool device); // at the device's or the host's address
+void open_memory();                                        // for the calling stream's thread
 void close_memory();
 int enqueue(Stream *stream, Work work); // or captures it
 void drain_all();                       // waits for every stream
 void sticky_fault(int error, const std::string &text);
+void hang(const char *key, const std::string &value); // until the fault is arranged otherwise
+// A stream's clock runs while it works, by the computer's clock or by what its work says that it takes.
+void take(uint64_t ns);
+uint64_t read_ns(const void *from, uint64_t bytes); // that plain reads of a range take
+
+// With the state's mutex:
+const std::pair<uint8_t *const, Registration> *registration_of(const void *host);
+void forget_unmapped(); // host memory of which the mapping has ended
+void publish();         // counts what exists
 
 } // namespace hip_double

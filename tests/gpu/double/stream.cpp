@@ -1,6 +1,7 @@
 // Streams, events, capture and graphs.
 #include "state.h"
 
+#include <algorithm>
 #include <chrono>
 
 using namespace hip_double;
@@ -10,6 +11,8 @@ namespace {
 uint64_t now() {
   return uint64_t(std::chrono::steady_clock::now().time_since_epoch().count());
 }
+
+thread_local int64_t taken_ns; // by the work in progress, where take() said it
 
 std::shared_ptr<Event> &event_of(void *handle) {
   return *static_cast<std::shared_ptr<Event> *>(handle);
@@ -33,7 +36,10 @@ void work(Stream &s) {
     s.busy = true;
     lock.unlock();
     if (began) open_memory();
+    const uint64_t begin = now();
+    taken_ns = -1;
     next();
+    s.worked += taken_ns < 0 ? now() - begin : uint64_t(taken_ns);
   }
 }
 
@@ -53,6 +59,10 @@ Stream *capturing_stream() { // of the calling thread
 } // namespace
 
 namespace hip_double {
+
+void take(uint64_t ns) {
+  taken_ns = std::max(taken_ns, int64_t(0)) + int64_t(ns);
+}
 
 int refuse_while_capturing() {
   Stream *stream = capturing_stream();
@@ -92,6 +102,7 @@ HIP_API int hipStreamCreateWithFlags(void **out, unsigned) {
   stream->thread = std::thread([stream] { work(*stream); });
   std::lock_guard<std::mutex> lock(state().mutex);
   state().streams.insert(stream);
+  publish();
   *out = stream;
   return hipSuccess;
 }
@@ -103,6 +114,7 @@ HIP_API int hipStreamDestroy(void *handle) {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     if (!state().streams.erase(stream)) return hipErrorInvalidHandle;
+    publish();
   }
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
@@ -129,6 +141,7 @@ HIP_API int hipEventCreateWithFlags(void **out, unsigned flags) {
   (*handle)->timing = !(flags & 2);
   std::lock_guard<std::mutex> lock(state().mutex);
   state().events.insert(handle);
+  publish();
   *out = handle;
   return hipSuccess;
 }
@@ -138,6 +151,7 @@ HIP_API int hipEventDestroy(void *handle) {
   auto *event = static_cast<std::shared_ptr<Event> *>(handle);
   std::lock_guard<std::mutex> lock(state().mutex);
   if (!state().events.erase(event)) return hipErrorInvalidHandle;
+  publish();
   delete event;
   return hipSuccess;
 }
@@ -157,10 +171,11 @@ HIP_API int hipEventRecord(void *handle, void *stream_handle) {
     number = ++event->recorded;
   }
   std::lock_guard<std::mutex> lock(stream->mutex);
-  stream->queue.push_back([event, number] {
+  stream->queue.push_back([event, number, stream] {
     std::lock_guard<std::mutex> inner(event->mutex);
     event->passed = number;
-    event->time = now();
+    event->time = stream->worked;
+    take(0);
     event->changed.notify_all();
   });
   stream->changed.notify_all();
@@ -226,6 +241,7 @@ HIP_API int hipStreamEndCapture(void *handle, void **out) {
   if (stream->invalidated || fails) return hipErrorStreamCaptureInvalidated;
   auto *made = new Graph(*graph);
   state().graphs.insert(made);
+  publish();
   *out = made;
   return hipSuccess;
 }
@@ -237,6 +253,7 @@ HIP_API int hipGraphInstantiate(void **out, void *handle, void **, char *, size_
   auto *exec = new std::shared_ptr<Graph>(std::make_shared<Graph>(*static_cast<Graph *>(handle)));
   std::lock_guard<std::mutex> lock(state().mutex);
   state().execs.insert(exec);
+  publish();
   *out = exec;
   return hipSuccess;
 }
@@ -255,6 +272,7 @@ HIP_API int hipGraphDestroy(void *handle) {
   CHECK_STICKY();
   std::lock_guard<std::mutex> lock(state().mutex);
   if (!state().graphs.erase(static_cast<Graph *>(handle))) return hipErrorInvalidHandle;
+  publish();
   delete static_cast<Graph *>(handle);
   return hipSuccess;
 }
@@ -264,6 +282,7 @@ HIP_API int hipGraphExecDestroy(void *handle) {
   auto *exec = static_cast<std::shared_ptr<Graph> *>(handle);
   std::lock_guard<std::mutex> lock(state().mutex);
   if (!state().execs.erase(exec)) return hipErrorInvalidHandle;
+  publish();
   delete exec; // what runs keeps its own
   return hipSuccess;
 }
