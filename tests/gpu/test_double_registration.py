@@ -170,7 +170,7 @@ def test_parts_of_a_mapping(hip: HipDouble, runtime: Runtime, file: File) -> Non
 
 def test_read_only_refused(hip: HipDouble, runtime: Runtime, file: File) -> None:
     hip.set(read_only="refused")
-    with pytest.raises(Refused, match="hipHostRegister 1$"):
+    with pytest.raises(Refused, match=r"hipHostRegister 1$"):
         runtime.register(file.address, file.nbytes)
     assert runtime.register(file.address, file.nbytes, MAPPED) == file.address
 
@@ -254,7 +254,7 @@ def test_what_a_failed_way_leaves(hip: HipDouble, runtime: Runtime, file: File) 
 
 def test_coarse_grain_that_is_refused_or_ignored(hip: HipDouble, runtime: Runtime, file: File) -> None:
     hip.set(coarse="invalid")
-    with pytest.raises(Refused, match="hipMemAdvise 1$"):
+    with pytest.raises(Refused, match=r"hipMemAdvise 1$"):
         runtime.advise(file.address, file.nbytes)
     assert runtime.svm(file.address, file.nbytes) and runtime.grain(file.address, file.nbytes) == COARSE
     file.again()
@@ -354,3 +354,20 @@ def test_counts_outlive_a_process(tmp_path: Path) -> None:
         held = counted(path)
         assert held["allocations"] == (end != "d.hipFree(p)") and held["most_device_bytes"] == 100
         path.unlink()
+
+
+def test_what_an_address_belongs_to(hip: HipDouble, runtime: Runtime, file: File, probe: Probe) -> None:
+    def info(address: int) -> tuple[int, int, int, int]:
+        """Type, owner, base and grain flag."""
+        out = (ctypes.c_uint64 * 7)(56)
+        assert runtime.library.hsa_amd_pointer_info(ctypes.c_void_p(address), out, None, None, None) == 0
+        return out[0] >> 32, out[5], out[1], out[6] & 0xFFFFFFFF
+
+    with probe.using("alloc", 100) as memory:
+        assert info(memory + 50) == (1, GPU, memory, 4)
+    assert info(file.address) == (0, 0, 0, 0)
+    hip.set(scattered=1, fine=1)
+    device = runtime.register(file.address, file.nbytes)
+    assert info(device + 7)[0] == 2 and info(device + 7)[2:] == (device, 2)
+    runtime.advise(file.address, file.nbytes)
+    assert info(device + 7)[3] == 4

@@ -204,11 +204,13 @@ HIP_API int hipGetDevicePropertiesR0600(void *p, int device) { // offsets of hip
   put<size_t>(p, 288, size_t(64) << 30); // totalGlobalMem
   put<size_t>(p, 296, 65536);            // sharedMemPerBlock
   put<int>(p, 308, arch() == "gfx90a" ? 64 : 32);
-  put<int>(p, 388, 4);             // multiProcessorCount
-  put<int>(p, 396, 1);             // integrated
-  put<int>(p, 584, 0xc5 + device); // pciBusID; domain and device are 0
-  put<int>(p, 616, 2 << 20);       // l2CacheSize
-  put<int>(p, 624, 2048);          // maxThreadsPerMultiProcessor
+  put<int>(p, 388, 4);                                // multiProcessorCount
+  put<int>(p, 396, 1);                                // integrated
+  put<int>(p, 584, 0xc5 + device);                    // pciBusID; domain and device are 0
+  put<int>(p, 616, 2 << 20);                          // l2CacheSize
+  put<int>(p, 624, 2048);                             // maxThreadsPerMultiProcessor
+  put<int>(p, 672, int(fault_number("pageable", 0))); // pageableMemoryAccess
+  put<int>(p, 704, int(fault_number("pageable", 0))); // pageableMemoryAccessUsesHostPageTables
   std::snprintf(static_cast<char *>(p) + 1160, 256, "%s%s", arch().c_str(),
                 arch() == "gfx90a" ? ":sramecc+:xnack-" : "");
   put<size_t>(p, 1416, 65536); // maxSharedMemoryPerMultiProcessor
@@ -230,6 +232,8 @@ HIP_API int hipGetDeviceProperties(void *p, int device) {
   put<size_t>(p, 376, 65536);
   std::snprintf(static_cast<char *>(p) + 396, 256, "%s", arch().c_str());
   put<int>(p, 652, 1);
+  put<int>(p, 784, int(fault_number("pageable", 0)));
+  put<int>(p, 788, int(fault_number("pageable", 0)));
   return hipSuccess;
 }
 

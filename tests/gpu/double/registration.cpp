@@ -451,6 +451,41 @@ HIP_API int hsa_agent_get_info(uint64_t agent, int attribute, void *out) {
   }
 }
 
+// What a buffer's address belongs to. Pages that are the device's by their attributes alone are no buffer.
+struct PointerInfo {
+  uint32_t size;
+  int type; // 0 unknown, 1 allocated by the runtime, 2 locked
+  void *agent_base, *host_base;
+  size_t bytes;
+  void *user_data;
+  uint64_t owner;
+  uint32_t global_flags; // 2 fine-grained, 4 coarse-grained
+  bool registered;
+};
+
+HIP_API int hsa_amd_pointer_info(const void *p, PointerInfo *out, void *(*)(size_t), uint32_t *, uint64_t **) {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  const auto *at = static_cast<const uint8_t *>(p);
+  PointerInfo found = {};
+  found.size = sizeof found;
+  for (const auto &[address, a] : s.allocations)
+    if (at >= address && at < address + a.bytes)
+      found = {sizeof found, 1,       address, a.pinned ? (a.second ? a.second : address) : nullptr,
+               a.bytes,      nullptr, kAgent,  a.pinned ? 2u : 4u,
+               a.pinned};
+  for (const auto &[host, r] : s.registrations)
+    if (at >= r.device && at < r.device + r.bytes) {
+      const bool coarse =
+          all_ranges(page_of(host), page_of(host) + r.bytes, [](const Range &range) { return range.coarse; });
+      found = {sizeof found, 2, r.device, host, r.bytes, nullptr, kHostAgent, coarse ? 4u : 2u, true};
+    }
+  const uint32_t size = std::min<uint32_t>(out->size, sizeof found);
+  std::memcpy(out, &found, size);
+  out->size = size;
+  return kSuccess;
+}
+
 HIP_API int hsa_amd_svm_attributes_set(void *p, size_t bytes, const Attribute *list, size_t count) {
   State &s = state();
   if (s.sticky.load()) return kError;
@@ -465,7 +500,8 @@ HIP_API int hsa_amd_svm_attributes_set(void *p, size_t bytes, const Attribute *l
     }
   }
   uint8_t *begin = page_of(p), *end = pages_end(p, bytes);
-  if (asked("svm") == "absent" || !taken("svm", begin, end)) return kError; // "hsaKmtSVMSetAttr failed."
+  const bool gives = std::any_of(list, list + count, [](const Attribute &a) { return a.key != kNoAccess; });
+  if (asked("svm") == "absent" || (gives && !taken("svm", begin, end))) return kError; // "hsaKmtSVMSetAttr failed."
   change_ranges("svm", begin, end, [&](Range &range) {
     for (size_t i = 0; i < count; ++i) {
       const auto [key, value] = list[i];
