@@ -453,6 +453,13 @@ def _markdown_lines() -> Iterator[str]:
                 flags = ", ".join(f"`{flag}`" for flag in item.flags) or f"(argument `{item.name}`)"
                 expected = item.expected.replace("|", "\\|")
                 yield f"| {flags} | `{item.env}` | {expected} | {item.shown_default} | {item.help} |"
+    yield ""
+    yield "## Other variables"
+    yield ""
+    yield (
+        "`APU_HIP_LIBRARY` is the path of the libamdhip64 to use instead of the one that is found. `APU_SYSROOT` is the "
+        "folder below which /proc, /sys and /dev of this machine are read; it is for tests only."
+    )
 
 
 if __name__ == "__main__":

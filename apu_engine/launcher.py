@@ -74,6 +74,14 @@ class Running:
             return False
 
 
+class Ended(ApuError):
+    """The server ended while it was starting. `status` is its exit status, which is ours then."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -81,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(args)
     except (ApuError, OSError) as error:
         print(f"rocm_start_server: {error}", file=sys.stderr)
-        return 1
+        return error.status if isinstance(error, Ended) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -258,7 +266,8 @@ def _wait_ready(process: subprocess.Popen[bytes], server: Running, log_start: in
     while True:
         if process.poll() is not None:
             tail = Path(server.log).read_bytes()[log_start:].decode("utf-8", "replace").strip().splitlines()[-8:]
-            raise ApuError("the server ended while starting; its last lines:\n  " + "\n  ".join(tail))
+            status = process.returncode if process.returncode > 0 else 1
+            raise Ended("the server ended while starting; its last lines:\n  " + "\n  ".join(tail), status)
         code, health = _health(server)
         if code == 200:
             return health

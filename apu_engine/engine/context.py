@@ -232,7 +232,8 @@ def _remedies(config: EngineConfig, sizes: Sizes, found: Sequence[Estimate], lim
         remedies.append("raise --memory-budget")
     if "what the memory cgroup leaves" in short:
         remedies.append("raise the container's or the unit's memory limit")
-    if "memory available" in short:
+    most = limits.memory_total - limits.headroom
+    if any(demand.limit == "memory available" and demand.needed <= most for item in found for demand in item.missing):
         remedies.append("end other programs")
     return [*remedies, "use --device cpu, which reads the file in place", "try anyway with --force"]
 

@@ -110,6 +110,14 @@ def test_a_broken_model_ends_with_its_message(
     assert not (tmp_path / f"server-{port}.json").exists()
 
 
+def test_a_model_that_does_not_fit_ends_with_78(
+    tiny_llama: TinyModel, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--port", str(port), "--ctx", "16777216", "--parallel", "256", "--device", "cpu"]
+    assert launcher.main([str(tiny_llama.path), *flags]) == 78
+    assert "ctx 16777216 needs" in capsys.readouterr().err
+
+
 def test_a_recycled_pid_is_never_signalled(state: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
