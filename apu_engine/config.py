@@ -457,7 +457,7 @@ def _markdown_lines() -> Iterator[str]:
     yield "## Other variables"
     yield ""
     yield (
-        "`APU_HIP_LIBRARY` is the path of the libamdhip64 to use instead of the one that is found. `APU_SYSROOT` is the "
+        "`APU_HIP_LIBRARY` is the path of the libamdhip64 to use instead of the one found. `APU_SYSROOT` is the "
         "folder below which /proc, /sys and /dev of this machine are read; it is for tests only."
     )
 
