@@ -135,6 +135,16 @@ def file(hip: HipDouble, path: Path) -> Iterator[File]:
     made.close()
 
 
+def reachable(hip: HipDouble) -> int:
+    return hip.totals()["reachable_bytes"]
+
+
+def anonymous() -> int:
+    """kB of this process."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
 def at(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
@@ -144,17 +154,17 @@ def test_a_way(hip: HipDouble, runtime: Runtime, file: File, way: str) -> None:
     """In place, coarse-grained, and charged until the pages are unmapped, whatever is called before."""
     assert WAYS[way](runtime, file.address, file.nbytes) == file.address
     assert runtime.grain(file.address, file.nbytes) == COARSE
-    registrations = int(way in ("lock", "register"))
-    assert hip.live()["registrations"] == registrations and hip.live()["range_bytes"] == file.nbytes
+    registered = int(way in ("lock", "register"))
+    assert hip.live()["registered"] == registered and reachable(hip) == file.nbytes
     if way == "lock":
         runtime.unlock(file.address)
     if way == "register":
         runtime.unregister(file.address)
         with pytest.raises(Refused, match="hipHostUnregister 713"):
             runtime.unregister(file.address)
-    assert hip.live()["registrations"] == 0 and hip.live()["range_bytes"] == file.nbytes
+    assert hip.live()["registered"] == 0 and reachable(hip) == file.nbytes
     file.again()
-    assert hip.live()["range_bytes"] == 0
+    assert reachable(hip) == 0
     assert runtime.grain(file.address, file.nbytes) == FINE
 
 
@@ -165,7 +175,7 @@ def test_parts_of_a_mapping(hip: HipDouble, runtime: Runtime, file: File) -> Non
     assert runtime.grain(file.address, half) == FINE
     runtime.svm(file.address, half)
     assert runtime.grain(file.address, file.nbytes) == COARSE
-    assert hip.live()["range_bytes"] == file.nbytes
+    assert reachable(hip) == file.nbytes
 
 
 def test_read_only_refused(hip: HipDouble, runtime: Runtime, file: File) -> None:
@@ -182,7 +192,7 @@ def test_limits(hip: HipDouble, runtime: Runtime, file: File, way: str, fault: s
     hip.set(**{fault: file.nbytes // 2})
     with pytest.raises(Refused):
         WAYS[way](runtime, file.address, file.nbytes)
-    assert hip.live()["range_bytes"] == hip.live()["registrations"] == 0
+    assert reachable(hip) == hip.live()["registered"] == 0
     half = file.nbytes // 2
     WAYS[way](runtime, file.address, half)
     if fault == "register_limit":
@@ -220,13 +230,13 @@ def test_without_svm(hip: HipDouble, runtime: Runtime, file: File, path: Path, w
     assert len({low, high, writable.address}) == 3 and high != low + half
     assert at(low, half) + at(high, half) == path.read_bytes()
     (runtime.unlock if way == "lock" else runtime.unregister)(writable.address)
-    assert hip.live()["range_bytes"] == half
+    assert reachable(hip) == half
     writable.close()
-    assert hip.live()["registrations"] == hip.live()["range_bytes"] == 0
+    assert hip.live()["registered"] == reachable(hip) == 0
 
 
 def test_scattered_addresses(hip: HipDouble, runtime: Runtime, file: File) -> None:
-    hip.set(scattered=1)
+    hip.set(moved=1)
     half = file.nbytes // 2
     low, high = (runtime.register(file.address + offset, half) for offset in (0, half))
     assert len({low, high, file.address}) == 3 and high != low + half
@@ -238,9 +248,9 @@ def test_unregistering_that_does_nothing(hip: HipDouble, runtime: Runtime, file:
     hip.set(unregister="nothing")
     runtime.register(file.address, file.nbytes)
     runtime.unregister(file.address)
-    assert hip.live()["registrations"] == 1 and runtime.pointer(file.address) == file.address
+    assert hip.live()["registered"] == 1 and runtime.pointer(file.address) == file.address
     file.again()
-    assert hip.live()["registrations"] == hip.live()["range_bytes"] == 0
+    assert hip.live()["registered"] == reachable(hip) == 0
 
 
 def test_what_a_failed_way_leaves(hip: HipDouble, runtime: Runtime, file: File) -> None:
@@ -277,10 +287,6 @@ def test_one_way_alone(hip: HipDouble, runtime: Runtime, file: File) -> None:
 
 
 def test_memory_that_registering_costs(hip: HipDouble, runtime: Runtime, file: File) -> None:
-    def anonymous() -> int:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
-
     hip.set(copied=256)  # times as much: more than the test's own noise
     before = anonymous()
     runtime.svm(file.address, file.nbytes)
@@ -297,6 +303,18 @@ def test_figures_of_memory(hip: HipDouble, runtime: Runtime) -> None:
     assert (free.value, total.value) == (120 << 30, 62 << 30)
 
 
+def test_a_private_writable_mapping_is_copied(hip: HipDouble, runtime: Runtime, path: Path) -> None:
+    stream = path.open("r+b")
+    private = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE)
+    view = np.frombuffer(private, np.uint8)
+    before = anonymous()
+    runtime.svm(view.__array_interface__["data"][0], len(view))
+    assert anonymous() - before >= PAGES * PAGE >> 10
+    del view
+    private.close()
+    stream.close()
+
+
 def test_rates_of_plain_reads(hip: HipDouble, hip_device: Device, runtime: Runtime, file: File) -> None:
     """By the device's clock: a figure of the kind of memory, whatever the machine does meanwhile."""
     region = Region.alloc(hip_device, file.nbytes)
@@ -308,7 +326,7 @@ def test_rates_of_plain_reads(hip: HipDouble, hip_device: Device, runtime: Runti
     runtime.svm(file.address, file.nbytes)
     assert rate(file.address) == 205
     file.again()
-    hip.set(fine=1, scattered=1)
+    hip.set(fine=1, moved=1)
     assert rate(runtime.register(file.address, file.nbytes)) == 21
     runtime.advise(file.address, file.nbytes)
     hip.set(rate_coarse=95_000, rate_device=100_000)
@@ -366,7 +384,7 @@ def test_what_an_address_belongs_to(hip: HipDouble, runtime: Runtime, file: File
     with probe.using("alloc", 100) as memory:
         assert info(memory + 50) == (1, GPU, memory, 4)
     assert info(file.address) == (0, 0, 0, 0)
-    hip.set(scattered=1, fine=1)
+    hip.set(moved=1, fine=1)
     device = runtime.register(file.address, file.nbytes)
     assert info(device + 7)[0] == 2 and info(device + 7)[2:] == (device, 2)
     runtime.advise(file.address, file.nbytes)

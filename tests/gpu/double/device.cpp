@@ -50,10 +50,10 @@ void publish() {
   s.counts[kModules] = s.modules.size();
   s.counts[kGraphs] = s.graphs.size();
   s.counts[kExecs] = s.execs.size();
-  s.counts[kRegistrations] = s.registrations.size();
+  s.counts[kRegistered] = s.registrations.size();
   uint64_t reached = 0;
   for (const auto &[begin, range] : s.ranges) reached += range.accessible ? uint64_t(range.end - begin) : 0;
-  s.counts[kRangeBytes] = reached;
+  s.counts[kReachableBytes] = reached;
   s.counts[kMostDeviceBytes] = std::max(s.counts[kMostDeviceBytes].load(), s.allocated);
   s.counts[kMostPinnedBytes] = std::max(s.counts[kMostPinnedBytes].load(), s.pinned);
 }
@@ -106,7 +106,11 @@ static std::string arch() {
 }
 
 static bool initialized;
-static thread_local int current_device;
+static thread_local int chosen_device;
+
+int current_device() {
+  return chosen_device;
+}
 
 // The runtime numbers what HIP_VISIBLE_DEVICES lists (HIP documentation, environment variables).
 static int visible_devices() {
@@ -135,6 +139,7 @@ HIP_API void apu_double_set(const char *faults) {
   read_faults(s, faults);
   s.mallocs = s.host_mallocs = s.copies = 0;
   for (uint32_t i = kLiveCounts; i < kCounts; ++i) s.counts[i] = 0;
+  publish();
   s.error.clear();
   s.sticky = hipSuccess; // which no real runtime forgives
   s.faults_changed.notify_all();
@@ -187,7 +192,7 @@ HIP_API int hipGetDeviceCount(int *count) {
 HIP_API int hipSetDevice(int device) {
   CHECK_STICKY();
   if (device < 0 || device >= visible_devices()) return hipErrorInvalidDevice;
-  current_device = device;
+  chosen_device = device;
   return hipSuccess;
 }
 

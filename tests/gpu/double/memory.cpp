@@ -110,6 +110,7 @@ HIP_API int hipMalloc(void **out, size_t bytes) {
   if (!a.map) return hipErrorOutOfMemory;
   if (bytes <= kPoisoned) std::memset(a.map + kPage, kPoison, a.map_bytes - 2 * kPage);
   if (!s.working) protect(a, PROT_NONE);
+  a.device = current_device();
   s.allocated += bytes;
   s.allocations[a.data] = a;
   publish();
@@ -164,6 +165,7 @@ HIP_API int hipHostMalloc(void **out, size_t bytes, unsigned) {
   close(fd);
   if (!a.map || (moved && !host.map)) return hipErrorOutOfMemory;
   a.pinned = true;
+  a.device = current_device();
   a.second = host.data;
   State &s = state();
   std::lock_guard<std::mutex> lock(s.mutex);

@@ -49,7 +49,7 @@ struct Line {
 };
 
 struct Mapped {
-  bool whole = false, writable = false, shared = true;
+  bool whole = false, writable = false, only_writable = true, shared = true;
 };
 
 // What is mapped at [begin, end).
@@ -63,6 +63,7 @@ Mapped mapped(const uint8_t *begin, const uint8_t *end) {
     if (!line.read(text) || line.end <= begin) continue;
     if (line.begin > begin || line.mode[0] != 'r') break;
     out.writable |= line.mode[1] == 'w';
+    out.only_writable &= line.mode[1] == 'w';
     out.shared &= line.mode[3] == 's';
     begin = line.end;
   }
@@ -169,11 +170,16 @@ bool taken(const char *way, const uint8_t *begin, const uint8_t *end) {
   return charged() + fresh <= asked_number("kfd_limit", UINT64_MAX);
 }
 
-// On a private writable mapping write access breaks copy-on-write, and the whole range becomes anonymous memory
-// (ROCm/legacy-rocm-build#6523). "copied=n" costs n times the range on any mapping, until it is unmapped: so whoever
-// watches memory is tested.
-void copy(uint8_t *begin, size_t bytes) {
-  bytes *= asked_number("copied", 0);
+// The kernel asks for write access wherever the mapping allows it. On a private one that breaks copy-on-write, and the
+// whole range becomes anonymous memory (ROCm/legacy-rocm-build#6523). "copied=n" costs n times the range on any
+// mapping, until it is unmapped: so whoever watches memory is tested.
+void fault_in(uint8_t *begin, uint8_t *end) {
+  if (mapped(begin, end).only_writable)
+    for (uint8_t *page = begin; page < end; page += kPage) {
+      auto *byte = static_cast<volatile uint8_t *>(page);
+      *byte = *byte;
+    }
+  const size_t bytes = size_t(end - begin) * asked_number("copied", 0);
   if (!bytes) return;
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (p != MAP_FAILED) state().copied.emplace(begin, std::make_pair(p, bytes));
@@ -198,7 +204,7 @@ void release(Registration &r) {
 
 // hipHostRegister and hsa_amd_memory_lock of whole pages. Without SVM the driver asks for write access whenever it
 // makes a user pointer, so that a mapping that may only be read is refused (libhsakmt, fmm.c:
-// fmm_register_user_memory). "scattered" gives such addresses with SVM too: what a device sees need not be the host's
+// fmm_register_user_memory). "moved" gives such addresses with SVM too: what a device sees need not be the host's
 // address, nor adjoin where the host's pages do (HIP documentation, hipHostGetDevicePointer).
 bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
   State &s = state();
@@ -210,7 +216,7 @@ bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
   r.bytes = size_t(end - begin);
   r.device = begin;
   r.locked = locked;
-  if ((!svm || !asked("scattered").empty()) && mapped(begin, end).shared && !move(begin, r)) return false;
+  if ((!svm || !asked("moved").empty()) && mapped(begin, end).shared && !move(begin, r)) return false;
   r.device += host - begin;
   if (const auto old = s.registrations.find(host); old != s.registrations.end()) release(old->second);
   s.registrations[host] = r;
@@ -218,7 +224,7 @@ bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
     range.accessible = true;
     range.coarse = coarse; // whatever had been advised
   });
-  copy(begin, r.bytes);
+  fault_in(begin, end);
   return true;
 }
 
@@ -471,8 +477,14 @@ HIP_API int hsa_amd_pointer_info(const void *p, PointerInfo *out, void *(*)(size
   found.size = sizeof found;
   for (const auto &[address, a] : s.allocations)
     if (at >= address && at < address + a.bytes)
-      found = {sizeof found, 1,       address, a.pinned ? (a.second ? a.second : address) : nullptr,
-               a.bytes,      nullptr, kAgent,  a.pinned ? 2u : 4u,
+      found = {sizeof found,
+               1,
+               address,
+               a.pinned ? (a.second ? a.second : address) : nullptr,
+               a.bytes,
+               nullptr,
+               kAgent + uint64_t(a.device),
+               a.pinned ? 2u : 4u,
                a.pinned};
   for (const auto &[host, r] : s.registrations)
     if (at >= r.device && at < r.device + r.bytes) {
@@ -510,7 +522,7 @@ HIP_API int hsa_amd_svm_attributes_set(void *p, size_t bytes, const Attribute *l
       if (key == kNoAccess) range.accessible = false;
     }
   });
-  copy(begin, size_t(end - begin));
+  if (gives) fault_in(begin, end);
   publish();
   return kSuccess;
 }

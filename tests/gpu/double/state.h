@@ -53,6 +53,7 @@ struct Allocation {
   size_t bytes = 0;
   uint8_t *second = nullptr; // pinned memory seen by the device at another address
   bool pinned = false;
+  int device = 0;
 };
 
 struct Kernel { // an entry of a shared object that the shim made
@@ -96,10 +97,10 @@ enum Count : uint32_t {
   kModules,
   kGraphs,
   kExecs,
-  kRegistrations,
-  kRangeBytes, // of host memory that the device can reach in place
+  kRegistered,
   kLiveCounts,
-  kMostDeviceBytes = kLiveCounts, // allocated at any one time
+  kReachableBytes = kLiveCounts, // of host memory, in place
+  kMostDeviceBytes,              // allocated at any one time
   kMostPinnedBytes,
   kCopiedBytes,   // to the device
   kPageableBytes, // of them from memory that is not pinned
@@ -174,6 +175,7 @@ void open_memory();                                        // for the calling st
 void close_memory();
 int enqueue(Stream *stream, Work work); // or captures it
 void drain_all();                       // waits for every stream
+int current_device();                   // of the calling thread
 void sticky_fault(int error, const std::string &text);
 void hang(const char *key, const std::string &value); // until the fault is arranged otherwise
 // A stream's clock runs while it works, by the computer's clock or by what its work says that it takes.
