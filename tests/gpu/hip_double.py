@@ -17,8 +17,8 @@ from pathlib import Path
 from shim import CACHE, KERNELS, _compiler, compile_kernels
 
 SOURCES = Path(__file__).with_name("double")
-LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs", "registered")
-TOTALS = ("reachable_bytes", "most_device_bytes", "most_pinned_bytes", "copied_bytes", "pageable_bytes")
+LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs", "registrations", "range_bytes")
+TOTALS = ("most_device_bytes", "most_pinned_bytes", "copied_bytes", "pageable_bytes")
 
 
 def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], flags: Sequence[str] = ()) -> Path:
@@ -82,13 +82,11 @@ class HipDouble:
         self._library.apu_double_fail(error.encode())
 
     def live(self) -> dict[str, int]:
-        """How many objects of each kind exist."""
+        """How many objects of each kind exist; `range_bytes` of host memory that the device can reach in place."""
         return {name: count for name, count in self._counts().items() if name in LIVE}
 
     def totals(self) -> dict[str, int]:
-        """Bytes of host memory that the device reaches in place now; since the last `set` the most bytes allocated at
-        any one time, and those copied to the device.
-        """
+        """Since the last `set`: most bytes allocated at any one time, bytes copied to the device."""
         return {name: count for name, count in self._counts().items() if name in TOTALS}
 
     def _counts(self) -> dict[str, int]:

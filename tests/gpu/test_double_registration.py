@@ -136,7 +136,7 @@ def file(hip: HipDouble, path: Path) -> Iterator[File]:
 
 
 def reachable(hip: HipDouble) -> int:
-    return hip.totals()["reachable_bytes"]
+    return hip.live()["range_bytes"]
 
 
 def anonymous() -> int:
@@ -155,14 +155,14 @@ def test_a_way(hip: HipDouble, runtime: Runtime, file: File, way: str) -> None:
     assert WAYS[way](runtime, file.address, file.nbytes) == file.address
     assert runtime.grain(file.address, file.nbytes) == COARSE
     registered = int(way in ("lock", "register"))
-    assert hip.live()["registered"] == registered and reachable(hip) == file.nbytes
+    assert hip.live()["registrations"] == registered and reachable(hip) == file.nbytes
     if way == "lock":
         runtime.unlock(file.address)
     if way == "register":
         runtime.unregister(file.address)
         with pytest.raises(Refused, match="hipHostUnregister 713"):
             runtime.unregister(file.address)
-    assert hip.live()["registered"] == 0 and reachable(hip) == file.nbytes
+    assert hip.live()["registrations"] == 0 and reachable(hip) == file.nbytes
     file.again()
     assert reachable(hip) == 0
     assert runtime.grain(file.address, file.nbytes) == FINE
@@ -192,7 +192,7 @@ def test_limits(hip: HipDouble, runtime: Runtime, file: File, way: str, fault: s
     hip.set(**{fault: file.nbytes // 2})
     with pytest.raises(Refused):
         WAYS[way](runtime, file.address, file.nbytes)
-    assert reachable(hip) == hip.live()["registered"] == 0
+    assert reachable(hip) == hip.live()["registrations"] == 0
     half = file.nbytes // 2
     WAYS[way](runtime, file.address, half)
     if fault == "register_limit":
@@ -232,11 +232,11 @@ def test_without_svm(hip: HipDouble, runtime: Runtime, file: File, path: Path, w
     (runtime.unlock if way == "lock" else runtime.unregister)(writable.address)
     assert reachable(hip) == half
     writable.close()
-    assert hip.live()["registered"] == reachable(hip) == 0
+    assert hip.live()["registrations"] == reachable(hip) == 0
 
 
 def test_scattered_addresses(hip: HipDouble, runtime: Runtime, file: File) -> None:
-    hip.set(moved=1)
+    hip.set(scattered=1)
     half = file.nbytes // 2
     low, high = (runtime.register(file.address + offset, half) for offset in (0, half))
     assert len({low, high, file.address}) == 3 and high != low + half
@@ -248,9 +248,9 @@ def test_unregistering_that_does_nothing(hip: HipDouble, runtime: Runtime, file:
     hip.set(unregister="nothing")
     runtime.register(file.address, file.nbytes)
     runtime.unregister(file.address)
-    assert hip.live()["registered"] == 1 and runtime.pointer(file.address) == file.address
+    assert hip.live()["registrations"] == 1 and runtime.pointer(file.address) == file.address
     file.again()
-    assert hip.live()["registered"] == reachable(hip) == 0
+    assert hip.live()["registrations"] == reachable(hip) == 0
 
 
 def test_what_a_failed_way_leaves(hip: HipDouble, runtime: Runtime, file: File) -> None:
@@ -326,7 +326,7 @@ def test_rates_of_plain_reads(hip: HipDouble, hip_device: Device, runtime: Runti
     runtime.svm(file.address, file.nbytes)
     assert rate(file.address) == 205
     file.again()
-    hip.set(fine=1, moved=1)
+    hip.set(fine=1, scattered=1)
     assert rate(runtime.register(file.address, file.nbytes)) == 21
     runtime.advise(file.address, file.nbytes)
     hip.set(rate_coarse=95_000, rate_device=100_000)
@@ -384,7 +384,7 @@ def test_what_an_address_belongs_to(hip: HipDouble, runtime: Runtime, file: File
     with probe.using("alloc", 100) as memory:
         assert info(memory + 50) == (1, GPU, memory, 4)
     assert info(file.address) == (0, 0, 0, 0)
-    hip.set(moved=1, fine=1)
+    hip.set(scattered=1, fine=1)
     device = runtime.register(file.address, file.nbytes)
     assert info(device + 7)[0] == 2 and info(device + 7)[2:] == (device, 2)
     runtime.advise(file.address, file.nbytes)

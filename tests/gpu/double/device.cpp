@@ -50,10 +50,10 @@ void publish() {
   s.counts[kModules] = s.modules.size();
   s.counts[kGraphs] = s.graphs.size();
   s.counts[kExecs] = s.execs.size();
-  s.counts[kRegistered] = s.registrations.size();
+  s.counts[kRegistrations] = s.registrations.size();
   uint64_t reached = 0;
   for (const auto &[begin, range] : s.ranges) reached += range.accessible ? uint64_t(range.end - begin) : 0;
-  s.counts[kReachableBytes] = reached;
+  s.counts[kRangeBytes] = reached;
   s.counts[kMostDeviceBytes] = std::max(s.counts[kMostDeviceBytes].load(), s.allocated);
   s.counts[kMostPinnedBytes] = std::max(s.counts[kMostPinnedBytes].load(), s.pinned);
 }

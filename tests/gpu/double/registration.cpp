@@ -204,7 +204,7 @@ void release(Registration &r) {
 
 // hipHostRegister and hsa_amd_memory_lock of whole pages. Without SVM the driver asks for write access whenever it
 // makes a user pointer, so that a mapping that may only be read is refused (libhsakmt, fmm.c:
-// fmm_register_user_memory). "moved" gives such addresses with SVM too: what a device sees need not be the host's
+// fmm_register_user_memory). "scattered" gives such addresses with SVM too: what a device sees need not be the host's
 // address, nor adjoin where the host's pages do (HIP documentation, hipHostGetDevicePointer).
 bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
   State &s = state();
@@ -216,7 +216,7 @@ bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
   r.bytes = size_t(end - begin);
   r.device = begin;
   r.locked = locked;
-  if ((!svm || !asked("moved").empty()) && mapped(begin, end).shared && !move(begin, r)) return false;
+  if ((!svm || !asked("scattered").empty()) && mapped(begin, end).shared && !move(begin, r)) return false;
   r.device += host - begin;
   if (const auto old = s.registrations.find(host); old != s.registrations.end()) release(old->second);
   s.registrations[host] = r;

@@ -97,10 +97,10 @@ enum Count : uint32_t {
   kModules,
   kGraphs,
   kExecs,
-  kRegistered,
+  kRegistrations,
+  kRangeBytes, // of host memory that the device can reach in place
   kLiveCounts,
-  kReachableBytes = kLiveCounts, // of host memory, in place
-  kMostDeviceBytes,              // allocated at any one time
+  kMostDeviceBytes = kLiveCounts, // allocated at any one time
   kMostPinnedBytes,
   kCopiedBytes,   // to the device
   kPageableBytes, // of them from memory that is not pinned
