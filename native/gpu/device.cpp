@@ -63,6 +63,8 @@ void Device::props(apu_device_props &out) const {
   std::snprintf(out.arch, sizeof(out.arch), "%s", props_.arch.c_str());
   out.integrated = props_.integrated;
   out.wave_size = props_.wave_size;
+  out.pageable = props_.pageable;
+  out.ways = driver_->ways();
   out.memory_bytes = props_.memory_bytes;
   out.driver_version = props_.driver_version;
 }

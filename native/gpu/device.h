@@ -29,7 +29,7 @@ public:
   void props(apu_device_props &out) const override;
   apu_status memory(uint64_t &free, uint64_t &total) override;
   apu_status register_memory(const void *host, uint64_t bytes, uint32_t strategy, uint32_t way,
-                             std::unique_ptr<apu_region> &out) override;
+                             std::unique_ptr<apu_region> &out) override; // register.cpp
   apu_status alloc_memory(uint64_t bytes, std::unique_ptr<apu_region> &out) override;
   apu_status copy(uint64_t to, uint64_t from, uint64_t bytes, bool to_host, bool from_host) override;
   apu_status open_stager(uint64_t ring_bytes, std::unique_ptr<apu_stager> &out) override; // stager.cpp
@@ -40,6 +40,7 @@ public:
   apu_status kernel_time(const KernelProduct &product, uint32_t count, uint32_t repeats, double &nanoseconds) override;
 
   apu_status use() { return driver_->use_device(index_); } // for the calling thread
+  uint32_t index() const { return index_; }
   Driver &driver() const { return *driver_; }
   const DriverProps &driver_props() const { return props_; }
   Stream stream() const { return stream_; }
@@ -47,6 +48,9 @@ public:
   apu_status kernel(const std::string &name, uint32_t dynamic_lds, Kernel &out);
 
 private:
+  apu_status reach_memory(const void *host, uint64_t bytes, std::unique_ptr<apu_region> &out);
+  apu_status stage_memory(const void *host, uint64_t bytes, std::unique_ptr<apu_region> &out); // memory.cpp
+
   struct Entry {
     Function function = nullptr;
     uint32_t dynamic_lds = 0; // allowed so far

@@ -57,6 +57,10 @@ void *Library::symbol(const char *name, bool required) {
   return address;
 }
 
+void *Library::find(const char *name) const {
+  return dlsym(handle_, name);
+}
+
 apu_status Library::complete(const char *kind) const {
   if (missing_.empty()) return APU_OK;
   std::string names;

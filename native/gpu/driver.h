@@ -23,6 +23,7 @@ struct DriverProps {
   std::string name;
   std::string arch; // "gfx1151", "sm_90"; of AMD without its feature suffix
   bool integrated = false;
+  bool pageable = false; // reads pageable host memory through the host's page tables
   uint32_t wave_size = 0;
   uint32_t compute_units = 0;
   uint32_t lds_bytes = 0;       // of a block, at most (with opt-in where there is one)
@@ -35,6 +36,17 @@ struct DriverProps {
 
 struct Dim {
   uint32_t x = 1, y = 1, z = 1;
+};
+
+struct HostRange { // whole pages
+  void *host = nullptr;
+  uint64_t bytes = 0;
+  bool read_only = false; // no mapping of it is writable
+};
+
+struct Registration {
+  uint64_t device = 0;                // where the device reads the range's first byte
+  uint32_t grain = APU_GRAIN_UNKNOWN; // as the runtime says
 };
 
 class Driver {
@@ -54,6 +66,11 @@ public:
   virtual apu_status free(uint64_t address) = 0;
   virtual apu_status host_alloc(uint64_t bytes, void *&host, uint64_t &device) = 0; // pinned, coherent, mapped
   virtual apu_status host_free(void *host) = 0;
+  // Host pages read in place: 1 << APU_WAY_* for each way that the runtime has the functions of. Registering, one of
+  // these: refused is APU_E_DEVICE. `device` is the index that use_device chose for the calling thread.
+  virtual uint32_t ways() const = 0;
+  virtual apu_status host_register(uint32_t way, uint32_t device, const HostRange &range, Registration &out) = 0;
+  virtual void host_unregister(uint32_t way, uint32_t device, const HostRange &range) = 0;
   virtual apu_status copy_to_device(uint64_t to, const void *from, uint64_t bytes, Stream stream) = 0; // async
   virtual apu_status copy_to_host(void *to, uint64_t from, uint64_t bytes, Stream stream) = 0;         // async
   virtual apu_status copy_on_device(uint64_t to, uint64_t from, uint64_t bytes, Stream stream) = 0;    // async

@@ -27,10 +27,13 @@ enum Attribute : int {
   kComputeCapabilityMajor = 75,
   kComputeCapabilityMinor = 76,
   kMaxSharedMemoryPerMultiprocessor = 81,
+  kPageableMemoryAccess = 88,
   kMaxSharedMemoryPerBlockOptin = 97,
+  kPageableMemoryAccessUsesHostPageTables = 100,
 };
 constexpr int kMaxDynamicSharedSize = 8; // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr unsigned kHostPortable = 0x1, kHostDeviceMap = 0x2;
+constexpr unsigned kRegisterDeviceMap = 0x2, kRegisterReadOnly = 0x8;
 constexpr unsigned kStreamNonBlocking = 0x1;
 constexpr unsigned kEventDefault = 0x0, kEventDisableTiming = 0x2;
 constexpr int kCaptureThreadLocal = 1;
@@ -54,6 +57,8 @@ using DevicePointer = unsigned long long;
   X(cuMemFree_v2, (DevicePointer))                                                                                     \
   X(cuMemHostAlloc, (void **, size_t, unsigned))                                                                       \
   X(cuMemHostGetDevicePointer_v2, (DevicePointer *, void *, unsigned))                                                 \
+  X(cuMemHostRegister_v2, (void *, size_t, unsigned))                                                                  \
+  X(cuMemHostUnregister, (void *))                                                                                     \
   X(cuMemFreeHost, (void *))                                                                                           \
   X(cuMemcpyHtoDAsync_v2, (DevicePointer, const void *, size_t, void *))                                               \
   X(cuMemcpyDtoHAsync_v2, (void *, DevicePointer, size_t, void *))                                                     \
@@ -132,10 +137,12 @@ public:
       value = uint32_t(found);
       return apu_status(APU_OK);
     };
-    uint32_t major = 0, minor = 0, integrated = 0, l2 = 0;
+    uint32_t major = 0, minor = 0, integrated = 0, l2 = 0, pageable = 0, host_tables = 0;
     TRY(ask(kComputeCapabilityMajor, major));
     TRY(ask(kComputeCapabilityMinor, minor));
     TRY(ask(kIntegrated, integrated));
+    TRY(ask(kPageableMemoryAccess, pageable));
+    TRY(ask(kPageableMemoryAccessUsesHostPageTables, host_tables));
     TRY(ask(kL2CacheSize, l2));
     TRY(ask(kWarpSize, out.wave_size));
     TRY(ask(kMultiprocessorCount, out.compute_units));
@@ -145,6 +152,7 @@ public:
     out.name = name;
     out.arch = "sm_" + std::to_string(major) + std::to_string(minor);
     out.integrated = integrated != 0;
+    out.pageable = pageable && host_tables;
     out.memory_bytes = total;
     out.l2_bytes = l2;
     out.driver_version = uint64_t(version);
@@ -192,6 +200,22 @@ public:
     return APU_OK;
   }
   apu_status host_free(void *host) override { return check(api_.cuMemFreeHost(host), "freeing pinned memory"); }
+
+  uint32_t ways() const override { return 1u << APU_WAY_REGISTER; }
+  apu_status host_register(uint32_t, uint32_t, const HostRange &range, Registration &out) override {
+    int rc = api_.cuMemHostRegister_v2(range.host, range.bytes, kRegisterDeviceMap | kRegisterReadOnly);
+    if (rc != kSuccess && range.read_only) // devices that know no read-only registration
+      rc = api_.cuMemHostRegister_v2(range.host, range.bytes, kRegisterDeviceMap);
+    TRY(check_registration(rc, "registering", range));
+    DevicePointer at = 0;
+    if (const int found = api_.cuMemHostGetDevicePointer_v2(&at, range.host, 0); found != kSuccess) {
+      api_.cuMemHostUnregister(range.host);
+      return check_registration(found, "asking for the device's address of", range);
+    }
+    out = {at, APU_GRAIN_UNKNOWN};
+    return APU_OK;
+  }
+  void host_unregister(uint32_t, uint32_t, const HostRange &range) override { api_.cuMemHostUnregister(range.host); }
 
   apu_status copy_to_device(uint64_t to, const void *from, uint64_t bytes, Stream stream) override {
     return check(api_.cuMemcpyHtoDAsync_v2(to, from, bytes, stream), "copying %llu bytes to the device",
@@ -277,6 +301,11 @@ public:
   apu_status graph_destroy(Graph graph) override { return check(api_.cuGraphExecDestroy(graph), "destroying a graph"); }
 
 private:
+  // Whatever the reason, the range can be placed otherwise.
+  apu_status check_registration(int rc, const char *doing, const HostRange &range) const {
+    const apu_status s = check(rc, "%s %llu bytes at %p", doing, (unsigned long long)range.bytes, range.host);
+    return s == APU_OK ? s : apu_status(APU_E_DEVICE);
+  }
   [[gnu::format(printf, 3, 4)]] apu_status check(int rc, const char *doing, ...) const {
     if (rc == kSuccess) return APU_OK;
     char text[256];

@@ -4,6 +4,7 @@
 // installs itself: /opt/rocm, then the newest of /opt/rocm/core-N and /opt/rocm-N. APU_HIP_LIBRARY names one file
 // instead.
 // Which devices are visible is the runtime's business (HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES).
+#include "gpu/driver_hip_ways.h"
 #include "gpu/driver_kinds.h"
 #include "gpu/driver_library.h"
 #include "gpu/hip_api.h"
@@ -56,10 +57,14 @@ public:
 #define APU_LOAD(name, arguments) fill(api_.name, #name);
     APU_HIP_FUNCTIONS(APU_LOAD)
 #undef APU_LOAD
+#define APU_LOAD(name, arguments) fill(api_.name, #name, false);
+    APU_HIP_OPTIONAL(APU_LOAD)
+#undef APU_LOAD
     fill(api_.hipGetErrorName, "hipGetErrorName");
     fill(api_.hipGetDevicePropertiesR0600, "hipGetDevicePropertiesR0600", false);
     fill(api_.hipGetDeviceProperties, "hipGetDeviceProperties", api_.hipGetDevicePropertiesR0600 == nullptr);
     TRY(library_.complete("hip"));
+    ways_.load(library_);
     // Without a device the first calls fail, in one way or another from release to release: no error of the device.
     int count = 0;
     int rc = api_.hipInit(0);
@@ -134,6 +139,14 @@ public:
   }
 
   apu_status host_free(void *host) override { return check(api_.hipHostFree(host), "freeing pinned memory"); }
+
+  uint32_t ways() const override { return ways_.mask(); }
+  apu_status host_register(uint32_t way, uint32_t device, const HostRange &range, Registration &out) override {
+    return ways_.add(way, device, range, out);
+  }
+  void host_unregister(uint32_t way, uint32_t device, const HostRange &range) override {
+    ways_.remove(way, device, range);
+  }
 
   apu_status copy_to_device(uint64_t to, const void *from, uint64_t bytes, Stream stream) override {
     return check(api_.hipMemcpyAsync(reinterpret_cast<void *>(to), from, bytes, hip::kHostToDevice, stream),
@@ -232,6 +245,7 @@ private:
     out.arch.assign(p.gcn_arch_name, strnlen(p.gcn_arch_name, sizeof(p.gcn_arch_name)));
     out.arch = out.arch.substr(0, out.arch.find(':')); // "gfx90a:sramecc+:xnack-"
     out.integrated = p.integrated != 0;
+    out.pageable = p.pageable_memory_access && p.pageable_memory_access_uses_host_page_tables;
     out.wave_size = uint32_t(p.warp_size);
     out.compute_units = uint32_t(p.multi_processor_count);
     out.lds_bytes = uint32_t(p.shared_mem_per_block);
@@ -258,6 +272,7 @@ private:
   Library library_{"install ROCm's HIP runtime, 5.2 or later"};
   ForkCheck fork_;
   hip::Table api_;
+  HipWays ways_{api_};
 };
 
 } // namespace

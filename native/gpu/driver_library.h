@@ -16,6 +16,7 @@ public:
   apu_status open(const char *kind, const std::vector<std::string> &names);
   // Null where the library lacks it; required names are noted for `complete`.
   void *symbol(const char *name, bool required = true);
+  void *find(const char *name) const; // in it or in what it is linked with; null where neither has it
   // APU_E_UNSUPPORTED naming the required symbols that were not found.
   apu_status complete(const char *kind) const;
   const std::string &path() const { return path_; }

@@ -10,6 +10,10 @@ namespace apu::gpu::hip {
 enum Error : int { kSuccess = 0, kOutOfMemory = 2, kNoDevice = 100, kNotReady = 600, kUnknown = 999 };
 enum MemcpyKind : int { kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3 };
 enum HostMallocFlags : unsigned { kHostPortable = 0x1, kHostMapped = 0x2, kHostCoherent = 0x40000000 };
+enum RegisterFlags : unsigned { kRegisterMapped = 0x2, kRegisterReadOnly = 0x8 }; // 0x8 is also coarse-grained
+enum MemoryAdvice : int { kSetAccessedBy = 5, kUnsetAccessedBy = 6, kSetCoarseGrain = 100 };
+enum RangeAttribute : int { kCoherencyMode = 100 };
+enum CoherencyMode : int { kFineGrain = 0, kCoarseGrain = 1 };
 enum StreamFlags : unsigned { kStreamNonBlocking = 0x1 };
 enum EventFlags : unsigned { kEventDefault = 0x0, kEventDisableTiming = 0x2 };
 enum CaptureMode : int { kCaptureThreadLocal = 1 };
@@ -33,7 +37,11 @@ struct PropsR0600 {
   int max_threads_per_multi_processor;
   char pad3[640 - 628];
   size_t shared_mem_per_multiprocessor;
-  char pad4[1160 - 648];
+  char pad4[672 - 648];
+  int pageable_memory_access;
+  char pad5[704 - 676];
+  int pageable_memory_access_uses_host_page_tables;
+  char pad6[1160 - 708];
   char gcn_arch_name[256];
   size_t max_shared_memory_per_multi_processor;
   char rest[1472 - 1424];
@@ -43,6 +51,8 @@ static_assert(offsetof(PropsR0600, multi_processor_count) == 388 && offsetof(Pro
 static_assert(offsetof(PropsR0600, l2_cache_size) == 616);
 static_assert(offsetof(PropsR0600, max_threads_per_multi_processor) == 624);
 static_assert(offsetof(PropsR0600, shared_mem_per_multiprocessor) == 640);
+static_assert(offsetof(PropsR0600, pageable_memory_access) == 672);
+static_assert(offsetof(PropsR0600, pageable_memory_access_uses_host_page_tables) == 704);
 static_assert(offsetof(PropsR0600, gcn_arch_name) == 1160);
 static_assert(offsetof(PropsR0600, max_shared_memory_per_multi_processor) == 1416 && sizeof(PropsR0600) == 1472);
 
@@ -62,13 +72,17 @@ struct PropsR0000 {
   char pad2[396 - 384];
   char gcn_arch_name[256];
   int integrated;
-  char rest[2048 - 656]; // ends at about 800, later than that in no release
+  char pad3[784 - 656];
+  int pageable_memory_access;
+  int pageable_memory_access_uses_host_page_tables;
+  char rest[2048 - 792]; // ends at about 800, later than that in no release
 };
 static_assert(offsetof(PropsR0000, total_global_mem) == 256 && offsetof(PropsR0000, warp_size) == 276);
 static_assert(offsetof(PropsR0000, multi_processor_count) == 336);
 static_assert(offsetof(PropsR0000, max_threads_per_multi_processor) == 344);
 static_assert(offsetof(PropsR0000, max_shared_memory_per_multi_processor) == 376);
 static_assert(offsetof(PropsR0000, gcn_arch_name) == 396 && offsetof(PropsR0000, integrated) == 652);
+static_assert(offsetof(PropsR0000, pageable_memory_access) == 784);
 
 // X(name, arguments of the function, which returns hipError_t)
 #define APU_HIP_FUNCTIONS(X)                                                                                           \
@@ -105,9 +119,17 @@ static_assert(offsetof(PropsR0000, gcn_arch_name) == 396 && offsetof(PropsR0000,
   X(hipGraphDestroy, (void *))                                                                                         \
   X(hipGraphExecDestroy, (void *))
 
+// The same, of functions without which the runtime is still of use.
+#define APU_HIP_OPTIONAL(X)                                                                                            \
+  X(hipHostRegister, (void *, size_t, unsigned))                                                                       \
+  X(hipHostUnregister, (void *))                                                                                       \
+  X(hipMemAdvise, (const void *, size_t, int, int))                                                                    \
+  X(hipMemRangeGetAttribute, (void *, size_t, int, const void *, size_t))
+
 struct Table {
 #define APU_MEMBER(name, arguments) int(*name) arguments = nullptr;
   APU_HIP_FUNCTIONS(APU_MEMBER)
+  APU_HIP_OPTIONAL(APU_MEMBER)
 #undef APU_MEMBER
   const char *(*hipGetErrorName)(int) = nullptr;
   int (*hipGetDevicePropertiesR0600)(PropsR0600 *, int) = nullptr; // one of the two

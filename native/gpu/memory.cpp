@@ -1,8 +1,8 @@
-// Memory of a GPU: plain device allocations.
+// Memory of a GPU: plain device allocations, and copies.
 //
-// Weights are staged: copied from the host mapping in pieces through two pinned buffers, so that reading the file and
-// sending the last piece overlap. Bytes keep their addresses' lowest 8 bits, hence the file's alignment, and have
-// kWeightPadding readable bytes before and after them, zeroed.
+// Host bytes that are staged (those that lie in no file; files: stager.cpp) are copied in pieces through two pinned
+// buffers, so that reading them and sending the last piece overlap. Bytes keep their addresses' lowest 8 bits, hence
+// the file's alignment, and have kWeightPadding readable bytes before and after them, zeroed.
 #include "cpu/guard.h"
 #include "gpu/device.h"
 #include "gpu/kernels/common.h"
@@ -79,13 +79,7 @@ private:
 
 } // namespace
 
-apu_status Device::register_memory(const void *host, uint64_t bytes, uint32_t strategy, uint32_t,
-                                   std::unique_ptr<apu_region> &out) {
-  if (strategy == APU_MEMORY_REGISTERED || strategy == APU_MEMORY_DIRECT)
-    return fail(APU_E_UNSUPPORTED,
-                "device %s holds weights in its own memory: expected memory strategy auto or staged, "
-                "found %s",
-                kind(), strategy == APU_MEMORY_DIRECT ? "direct" : "registered");
+apu_status Device::stage_memory(const void *host, uint64_t bytes, std::unique_ptr<apu_region> &out) {
   const auto *from = static_cast<const uint8_t *>(host);
   const uint64_t before = kAlignment + reinterpret_cast<uintptr_t>(host) % kAlignment; // allocations are aligned
   auto region = std::make_unique<Allocation>(*this);

@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "hip-runtime"
+_HEADERS = ("libamdhip64-dev", "libhsa-runtime-dev")
+_COMPLETE = f"complete-{'-'.join(_HEADERS)}"
 _SYSTEM = re.compile(r"libc6|libgcc-s1|libstdc\+\+6|gcc-\d+-base")  # every system has them
 
 
@@ -23,7 +25,7 @@ class Unavailable(Exception):
 
 def fetch() -> Path:
     """The folder with the unpacked packages. Raises Unavailable."""
-    if (FOLDER / "complete").exists():
+    if (FOLDER / _COMPLETE).exists():
         return FOLDER
     for tool in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(tool) is None:
@@ -45,11 +47,11 @@ def fetch() -> Path:
     packages = {name for name in re.findall(r"^(\w[^\s:]*)$", listed, flags=re.M) if not _SYSTEM.fullmatch(name)}
     archives = FOLDER / "archives"
     archives.mkdir(parents=True, exist_ok=True)
-    _run(["apt-get", *options, "download", *sorted(packages), "libamdhip64-dev"], archives)
+    _run(["apt-get", *options, "download", *sorted(packages), *_HEADERS], archives)
     for archive in archives.glob("*.deb"):
         _run(["dpkg-deb", "-x", str(archive), str(FOLDER)])
     shutil.rmtree(archives)
-    (FOLDER / "complete").touch()
+    (FOLDER / _COMPLETE).touch()
     return FOLDER
 
 

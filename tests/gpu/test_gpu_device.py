@@ -109,13 +109,6 @@ def test_memory_is_zeroed_and_copied(hip_device: Device) -> None:
     second.free()
 
 
-@pytest.mark.parametrize(("strategy", "way"), [("registered", "svm"), ("direct", "auto")])
-def test_strategies_that_are_not_there(hip_device: Device, strategy: str, way: str) -> None:
-    data = np.zeros(8192, np.uint8)
-    with pytest.raises(_native.UnsupportedError, match=f"expected memory strategy auto or staged, found {strategy}"):
-        Region.register(hip_device, (data.ctypes.data + 4095) & -4096, 4096, strategy, way)
-
-
 def test_weights_that_do_not_fit(hip: HipDouble, hip_device: Device) -> None:
     data = np.zeros(1 << 20, np.uint8)
     before = hip.live()

@@ -1,4 +1,4 @@
-"""native/gpu/hip_api.h against AMD's published headers and the distribution's real libamdhip64.
+"""native/gpu/hip_api.h and hsa_api.h against AMD's published headers and the distribution's real libraries.
 
 The packages are fetched once (real_hip.py); where they cannot be, these tests fail and say so.
 """
@@ -15,6 +15,7 @@ import real_hip
 from shim import ROOT, _compiler
 
 API = ROOT / "native" / "gpu" / "hip_api.h"
+HSA = ROOT / "native" / "gpu" / "hsa_api.h"
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,9 @@ def packages() -> Path:
 
 
 def functions() -> list[str]:
-    """Every function of the driver's table that an old runtime must have too."""
-    names = re.findall(r"X\((hip\w+),", API.read_text())
-    assert len(names) > 25
+    """Every function of the driver's tables, which ROCm 5.2 has all of: HSA's are found in what libamdhip64 links."""
+    names = re.findall(r"X\((hip\w+),", API.read_text()) + re.findall(r"X\((hsa_\w+),", HSA.read_text())
+    assert len(names) > 35
     return [*names, "hipGetErrorName", "hipGetDeviceProperties"]
 
 
@@ -67,6 +68,14 @@ SAME(kDeviceToDevice, hipMemcpyDeviceToDevice);
 SAME(kHostPortable, hipHostMallocPortable);
 SAME(kHostMapped, hipHostMallocMapped);
 SAME(kHostCoherent, hipHostMallocCoherent);
+SAME(kRegisterMapped, hipHostRegisterMapped);
+SAME(kRegisterReadOnly, hipExtHostRegisterCoarseGrained);
+SAME(kSetAccessedBy, hipMemAdviseSetAccessedBy);
+SAME(kUnsetAccessedBy, hipMemAdviseUnsetAccessedBy);
+SAME(kSetCoarseGrain, hipMemAdviseSetCoarseGrain);
+SAME(kCoherencyMode, hipMemRangeAttributeCoherencyMode);
+SAME(kFineGrain, hipMemRangeCoherencyModeFineGrain);
+SAME(kCoarseGrain, hipMemRangeCoherencyModeCoarseGrain);
 SAME(kStreamNonBlocking, hipStreamNonBlocking);
 SAME(kEventDefault, hipEventDefault);
 SAME(kEventDisableTiming, hipEventDisableTiming);
@@ -101,6 +110,8 @@ AT(max_threads_per_multi_processor, maxThreadsPerMultiProcessor);
 AT(max_shared_memory_per_multi_processor, maxSharedMemoryPerMultiProcessor);
 AT(gcn_arch_name, gcnArchName);
 AT(integrated, integrated);
+AT(pageable_memory_access, pageableMemoryAccess);
+AT(pageable_memory_access_uses_host_page_tables, pageableMemoryAccessUsesHostPageTables);
 static_assert(sizeof(ours::OUR_PROPS) >= sizeof(Theirs));
 """
 
@@ -123,6 +134,60 @@ def test_numbers_and_signatures_are_the_published_headers(packages: Path, tmp_pa
     assert run.returncode == 0, run.stderr.decode()
 
 
+HSA_CHECKS = """
+#include <hsa/hsa_ext_amd.h>
+#include <gpu/hsa_api.h>
+#include <type_traits>
+namespace ours = apu::gpu::hsa;
+#define SAME(mine, theirs) static_assert(int64_t(ours::mine) == int64_t(theirs), #theirs)
+SAME(kSuccess, HSA_STATUS_SUCCESS);
+SAME(kAgentInfoDevice, HSA_AGENT_INFO_DEVICE);
+SAME(kDeviceIsGpu, HSA_DEVICE_TYPE_GPU);
+SAME(kSvmGlobalFlag, HSA_AMD_SVM_ATTRIB_GLOBAL_FLAG);
+SAME(kSvmReadOnly, HSA_AMD_SVM_ATTRIB_READ_ONLY);
+SAME(kSvmAccessibleInPlace, HSA_AMD_SVM_ATTRIB_AGENT_ACCESSIBLE_IN_PLACE);
+SAME(kSvmNoAccess, HSA_AMD_SVM_ATTRIB_AGENT_NO_ACCESS);
+SAME(kSvmFineGrained, HSA_AMD_SVM_GLOBAL_FLAG_FINE_GRAINED);
+SAME(kSvmCoarseGrained, HSA_AMD_SVM_GLOBAL_FLAG_COARSE_GRAINED);
+SAME(kPoolFineGrained, HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_FINE_GRAINED);
+SAME(kPoolCoarseGrained, HSA_AMD_MEMORY_POOL_GLOBAL_FLAG_COARSE_GRAINED);
+SAME(kPointerUnknown, HSA_EXT_POINTER_TYPE_UNKNOWN);
+using Theirs = hsa_amd_pointer_info_t;
+#define AT(mine, theirs) static_assert(offsetof(ours::PointerInfo, mine) == offsetof(Theirs, theirs), #theirs)
+AT(size, size);
+AT(type, type);
+AT(agent_base, agentBaseAddress);
+AT(host_base, hostBaseAddress);
+AT(bytes, sizeInBytes);
+AT(user_data, userData);
+AT(owner, agentOwner);
+AT(global_flags, global_flags);
+static_assert(sizeof(ours::PointerInfo) == sizeof(Theirs));
+static_assert(offsetof(ours::SvmPair, attribute) == offsetof(hsa_amd_svm_attribute_pair_t, attribute));
+static_assert(offsetof(ours::SvmPair, value) == offsetof(hsa_amd_svm_attribute_pair_t, value));
+static_assert(sizeof(ours::SvmPair) == sizeof(hsa_amd_svm_attribute_pair_t));
+static_assert(sizeof(ours::Agent) == sizeof(hsa_agent_t) && std::is_class_v<hsa_agent_t>);
+// A parameter of ours and theirs are passed alike: both pointers, both structs, or integers of one size.
+template <typename A, typename B> constexpr bool alike =
+    std::is_pointer_v<A> == std::is_pointer_v<B> && std::is_class_v<A> == std::is_class_v<B> && sizeof(A) == sizeof(B);
+template <typename A, typename B> struct Alike;
+template <typename... A, typename R, typename... B> struct Alike<int (*)(A...), R (*)(B...)> {
+  static_assert(sizeof...(A) == sizeof...(B));
+  static constexpr bool value = (alike<A, B> && ...) && sizeof(R) == sizeof(int);
+};
+#define CHECK(name, arguments) static_assert(Alike<decltype(ours::Table::name), decltype(&::name)>::value, #name);
+APU_HSA_FUNCTIONS(CHECK)
+"""
+
+
+def test_hsa_is_as_its_headers_say(packages: Path, tmp_path: Path) -> None:
+    source = tmp_path / "checks.cpp"
+    source.write_text(HSA_CHECKS)
+    includes = [f"-I{packages / 'usr/include'}", f"-I{ROOT / 'native'}"]
+    run = subprocess.run([_compiler(), "-std=c++20", "-fsyntax-only", "-w", *includes, source], capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+
+
 # hipDeviceProp_tR0600 as hip_runtime_api.h of ROCm 6.0 to 7.0 lays it out (offsets of each field from the field list
 # there; tinygrad's generated bindings, tinygrad/runtime/autogen/hip.py, state the same ones).
 R0600 = {
@@ -138,6 +203,8 @@ R0600 = {
     "persisting_l2_cache_max_size": 620,
     "max_threads_per_multi_processor": 624,
     "shared_mem_per_multiprocessor": 640,
+    "pageable_memory_access": 672,
+    "pageable_memory_access_uses_host_page_tables": 704,
     "gcn_arch_name": 1160,
     "max_shared_memory_per_multi_processor": 1416,
 }

@@ -168,8 +168,10 @@ def test_a_copy_that_is_refused(hip: HipDouble, hip_device: Device, tmp_path: Pa
     """An address that is no allocation: the runtime's error, and nothing is left behind."""
     region = Region.alloc(hip_device, 4096)
     before = hip.live()
-    with opened(tmp_path / "weights", content(5000)) as fd, Stager(hip_device, RING) as stager:
+    with opened(tmp_path / "weights", content(5000)) as fd:
+        stager = Stager(hip_device, RING)
         with pytest.raises(_native.DeviceError, match="hipErrorInvalidValue"):
             stager.read(fd, "weights", 0, 5000, region.address)
+        stager.close()
     assert hip.live() == before
     region.free()
