@@ -98,11 +98,21 @@ class EngineConfig:
     memory: str = option(
         "str",
         "auto",
-        "How a device reaches the weights: in place after registration, in place without, or as one copy "
-        "on the device. The CPU reads the mapped file in place (direct), GPUs hold one copy (staged).",
+        "How a device reaches the weights: in place after registration, in place without, or as one copy on the "
+        "device. auto measures it on slices of the file, once for each device, driver, kernel and file system. The CPU "
+        "reads the mapped file in place (direct).",
         "--memory",
         group="model",
         choices=("auto", "registered", "direct", "staged"),
+    )
+    memory_way: str = option(
+        "str",
+        "auto",
+        "How pages are registered in place: svm (A: SVM attributes), advise (B: memory advice), lock (C: memory lock) "
+        "or register (D: hipHostRegister, cuMemHostRegister); auto takes the fastest that verifies.",
+        "--memory-way",
+        group="model",
+        choices=("auto", "svm", "advise", "lock", "register"),
     )
     memory_budget: int = option(
         "size",
@@ -200,6 +210,18 @@ class EngineConfig:
         lo=0,
         hi=1 << 24,
         default_text="0 (to the end of the context)",
+    )
+
+    watchdog: int | None = option(
+        "int",
+        None,
+        "Seconds without progress, of loading or of a step, after which the process says what it was doing and ends "
+        "with status 75, so that it can be started again; 0 is never.",
+        "--watchdog",
+        group="engine",
+        lo=0,
+        hi=86400,
+        default_text="300 for serve, else 0 (never)",
     )
 
     # ---- sampling defaults

@@ -71,3 +71,7 @@ class ConfigError(ApuError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class LoadCancelled(ApuError):
+    """Loading was cancelled, as whoever started it asked."""

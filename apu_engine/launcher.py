@@ -24,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -220,13 +220,10 @@ def _start_alone(request: Request, foreground: bool) -> int:
     _require_free_port(host, port)
     _require_model(request)
     from apu_engine.device import pick_device
-    from apu_engine.doctor import verdict_line
 
     device = pick_device(request.config.device, request.config.kernels)
     model = request.model or _demo_model()
     _say(f"device: {device.name} ({device.reason})")
-    if not foreground:  # which says it itself
-        _say(verdict_line(replace(request.config, model=model)))
     command = [sys.executable, "-m", "apu_engine", "serve", f"--model={model}", *request.flags]
     argv = [*request.flags, f"--model={model}"]
     import psutil
@@ -469,6 +466,14 @@ def _write(server: Running) -> None:
     partial.touch(mode=0o600)
     partial.write_text(json.dumps(asdict(server)), "utf-8")
     partial.replace(file)
+
+
+def forget(pid: int) -> None:
+    """Removes the PID files that name process `pid`: for a server that ends itself."""
+    for file in _state_dir().glob("server-*.json"):
+        number = file.stem.removeprefix("server-")
+        if number.isascii() and number.isdigit() and (server := _read(int(number))) is not None and server.pid == pid:
+            file.unlink(missing_ok=True)
 
 
 def _pid_file(port: int) -> Path:

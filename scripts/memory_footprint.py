@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args.model = str(fetch(DEMO, lambda line: print(line, file=sys.stderr)))
     fits = sum(file.stat().st_size for file in files_of(args.model)) <= memory_available()
     with generated(args) as (llm, baseline):
-        files = [mapping.path for mapping in llm.runtime.mappings]
+        files = list(llm.runtime.model.files)
         memory = llm.memory
         write_back(files)
         alone = footprint(files=files)

@@ -1,13 +1,12 @@
 """Architectures by GGUF's `general.architecture`: from a model file to a plan on a device.
 
 `describe` and `plan` need only the header, so context and memory can be chosen before anything is mapped;
-`load` puts the same plan on a device over the mapped files. A new architecture is one file with `read` and
+`load` puts the same plan on a device over its weights. A new architecture is one file with `read` and
 `build`, and a line here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,12 +15,12 @@ from apu_engine.arch import gemma3, llama, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
-from apu_engine.plan import DeviceBinder, Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec
+from apu_engine.plan import Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec
 from apu_engine.plan.builder import PRECISIONS
 from apu_engine.plan.spec import most_pages
-from apu_engine.plan.weights import Binder, MappedFile
+from apu_engine.plan.weights import Binder
 from apu_engine.weights.ggml_types import GGML_TYPES
-from apu_engine.weights.model_file import ModelFile
+from apu_engine.weights.model_file import ModelFile, TensorRef
 
 ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3, "qwen3": qwen3, "qwen3moe": qwen3moe}
 MAX_ROWS = 65536  # of one step, the native limit
@@ -91,7 +90,7 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A plan on a device with its memory. Close it before the mappings and the device."""
+    """A plan on a device with its states. Close it before the weights and the device."""
 
     plan: Plan
     groups: tuple[GroupSpec, ...]
@@ -103,21 +102,14 @@ class LoadedModel:
     scratch_bytes: int
     weight_bytes: int
     options: PlanOptions
-    _binder: DeviceBinder
     _regions: list[Region]
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the files that were copied to the device."""
-        return self._binder.staged_bytes
-
     def close(self) -> None:
-        """Waits for what runs, then frees plan, states and registrations. Harmless twice."""
+        """Waits for what runs, then frees plan and states. Harmless twice."""
         self.plan.destroy()
         for region in self._regions:
             region.free()
         self._regions.clear()
-        self._binder.free()
 
 
 def architecture(model: ModelFile) -> ModuleType:
@@ -181,24 +173,23 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     return builder.finish()
 
 
-def load(
-    model: ModelFile,
-    mappings: Sequence[MappedFile],
-    device: Device,
-    options: PlanOptions,
-    strategy: str = "auto",
-) -> LoadedModel:
-    """Registers the mapped files (one per `model.files`), reserves the states, creates the plan.
+def tensors_used(model: ModelFile, options: PlanOptions) -> list[TensorRef]:
+    """The tensors that a plan reads: what a device has to be given. Every complaint about the file comes here, before
+    anything is given to a device.
+    """
+    binder = OfflineBinder()
+    plan(model, options, binder)
+    return list(binder.used.values())
+
+
+def load(model: ModelFile, weights: Binder, device: Device, options: PlanOptions) -> LoadedModel:
+    """Reserves the states and creates the plan over weights that the device can read.
 
     Raises what `describe` does, and NativeError when the device refuses.
     """
-    if len(mappings) != len(model.files):
-        raise ModelError(f"{model.path}: expected {len(model.files)} mappings, found {len(mappings)}")
-    plan(model, options)  # every complaint about the file comes before anything is registered
-    binder = DeviceBinder(device, mappings, strategy)
     regions: list[Region] = []
     try:
-        spec = plan(model, options, binder)
+        spec = plan(model, options, weights)
         for state in spec.states:
             region = Region.alloc(device, state.page_bytes * state.page_count)
             regions.append(region)
@@ -207,7 +198,6 @@ def load(
     except BaseException:
         for region in regions:
             region.free()
-        binder.free()
         raise
     config: Config = architecture(model).read(model)
     return LoadedModel(
@@ -221,7 +211,6 @@ def load(
         scratch_bytes=native.scratch_bytes,
         weight_bytes=model.weight_bytes,
         options=options,
-        _binder=binder,
         _regions=regions,
     )
 
@@ -265,4 +254,5 @@ __all__ = [
     "page_count",
     "plan",
     "resolve_kv_type",
+    "tensors_used",
 ]

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from apu_engine.engine.job import (
@@ -33,6 +34,7 @@ from apu_engine.engine.pages import GroupLike, PagePool
 from apu_engine.engine.scheduler import Chunk, Scheduler
 from apu_engine.engine.sequence import Sequence as Running
 from apu_engine.errors import ApuError, ConfigError, MappingError
+from apu_engine.memory.watchdog import Watchdog
 
 log = logging.getLogger("apu_engine.engine")
 State = Literal["ready", "draining", "closed", "failed"]
@@ -77,7 +79,8 @@ class Engine:
     """Runs jobs on `runner`, at most `parallel` at a time with at most `queue` more waiting.
 
     `context` bounds prompt and answer together. `check` is called before a job is admitted and raises
-    MappingError when the model's file changed. The thread starts with the first job.
+    MappingError when the model's file changed. `watchdog` ends the process when a step hangs. The thread starts with
+    the first job.
     """
 
     def __init__(
@@ -88,11 +91,13 @@ class Engine:
         parallel: int = 1,
         queue: int = 64,
         check: Callable[[], None] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.context = context
         self.vocabulary = runner.vocabulary
         self._runner = runner
         self._check = check
+        self._watchdog = watchdog or Watchdog()
         self._pid = os.getpid()
         self._queue_limit = queue
         self._scheduler = Scheduler(PagePool(runner.groups), parallel, runner.max_rows, runner.max_outputs)
@@ -248,12 +253,13 @@ class Engine:
             if not chunk.sequence.started_at:
                 chunk.sequence.started_at = time.monotonic()
         try:
-            with self._lock:  # so that a cancel comes either before this or finds the step
-                if any(chunk.sequence.job.cancelled for chunk in chunks):
-                    return
-                self._runner.submit(chunks)
-                self._stepping = chunks
-            tokens = self._runner.wait()
+            with self._watchdog.during(partial(_describe, chunks)):
+                with self._lock:  # so that a cancel comes either before this or finds the step
+                    if any(chunk.sequence.job.cancelled for chunk in chunks):
+                        return
+                    self._runner.submit(chunks)
+                    self._stepping = chunks
+                tokens = self._runner.wait()
         except StepCancelled:
             return
         except MappingError as error:
@@ -367,6 +373,17 @@ class Engine:
             log.exception("the callback of request %r failed", job.id)
             return False
         return True
+
+
+def _describe(chunks: Sequence[Chunk]) -> str:
+    """What a step is, for the watchdog."""
+    rows = sum(chunk.count for chunk in chunks)
+    deepest = max(chunk.start + chunk.count for chunk in chunks)
+    prompts = sum(chunk.sequence.in_prefill for chunk in chunks)
+    return (
+        f"running a step of {rows} rows for {len(chunks)} requests ({prompts} of them reading their prompt), "
+        f"up to position {deepest}"
+    )
 
 
 def _unstarted(job: Job, submitted: float, reason: FinishReason, error: Exception | None = None) -> Done:

@@ -155,7 +155,7 @@ class LLM:
     (docs/configuration.md); `options` takes any other option of EngineConfig by name.
 
     `on_stage(name)` is called at the end of "tokenizer", "pool", "map", "load" and "ready"; `on_progress`
-    with readahead's Progress.
+    with the Progress of readahead, registration or staging.
 
     Raises ConfigError, FormatError, ModelError, MappingError or BudgetError; each message says what to do.
     """
@@ -233,7 +233,7 @@ class LLM:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by plan: "weights" (mapped), "kv" and "scratch" (reserved, committed when used), "copied"."""
+        """Bytes by plan: "weights", "kv" and "scratch" (reserved, committed when used), "copied"."""
         loaded = self.runtime.loaded
         return {
             "weights": loaded.weight_bytes,
@@ -246,15 +246,14 @@ class LLM:
         """What this process holds of the model's files and in anonymous memory, as the kernel reports it."""
         from apu_engine.memory.footprint import footprint
 
-        return footprint(files=[mapping.path for mapping in self.runtime.mappings])
+        return footprint(files=self.runtime.model.files)
 
     def check(self) -> None:
         """Raises MappingError when a file of the model was truncated or changed in place."""
-        for mapping in self.runtime.mappings:
-            mapping.check()
+        self.runtime.weights.check()
 
     def summary(self) -> str:
-        """One line: weights mapped, copied and anonymous bytes, context and KV cache."""
+        """One line: how the weights are reached, copied and anonymous bytes, context and KV cache."""
         return summary(self.runtime)
 
     # ---- tokens

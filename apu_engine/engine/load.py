@@ -1,8 +1,8 @@
 """From a configuration to a running engine, in stages that can be watched and timed.
 
-Order: "tokenizer" (header, tokenizer), "pool" (device and its threads), "map" (files mapped, nothing read),
-"load" (readahead, plan and states), "ready". At "pool" nothing is mapped yet: the footprint check takes its
-baseline there. `Runtime.close` undoes all of it in reverse order.
+Order: "tokenizer" (header, tokenizer), "pool" (device and its threads), "map" (how the weights are reached is known,
+files open, nothing read), "load" (readahead, registration or staging, plan and states), "ready". At "pool" nothing is
+mapped yet: the footprint check takes its baseline there. `Runtime.close` undoes all of it in reverse order.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from apu_engine.config import EngineConfig
 from apu_engine.engine.context import ContextChoice, fit
 from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.sampling import sampling_defaults
-from apu_engine.errors import ApuError, ConfigError, MappingError, ModelError
+from apu_engine.errors import ApuError, BudgetError, ConfigError, LoadCancelled, MappingError, ModelError
 from apu_engine.memory.budget import human_bytes
-from apu_engine.memory.mapping import Mapping, Progress, mlock, prefetch
+from apu_engine.memory.mapping import Mapping, Progress
+from apu_engine.memory.watchdog import Watchdog
 from apu_engine.weights.model_file import ModelFile
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
     from apu_engine.arch import LoadedModel
+    from apu_engine.engine.context import Fit
+    from apu_engine.memory.probe import Candidate
+    from apu_engine.memory.strategies import Job, Weights
     from apu_engine.text.template import ChatTemplate
     from apu_engine.text.tokenizer import Tokenizer
 
@@ -38,17 +39,6 @@ STAGES = ("tokenizer", "pool", "map", "load", "ready")
 MAX_TEMPLATE_BYTES = 1 << 20
 OnStage = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
-
-
-class AnonymousCopy:
-    """A mapping's bytes copied to anonymous memory: what this engine exists to avoid, made on purpose for a
-    test.
-    """
-
-    def __init__(self, mapping: Mapping) -> None:
-        self._bytes: NDArray[np.uint8] = mapping.array().copy()
-        self.address: int = self._bytes.ctypes.data
-        self.nbytes = self.size = mapping.nbytes
 
 
 @dataclass(slots=True)
@@ -62,13 +52,14 @@ class Runtime:
     sampling: SamplingParams
     device: Device
     device_reason: str
-    mappings: list[Mapping]
+    weights: Weights
+    placement: Candidate  # how the weights came to the device, and why so
     loaded: LoadedModel
     context: ContextChoice
     engine: Engine
+    watchdog: Watchdog
     notices: list[str] = field(default_factory=list)
     stages: list[tuple[str, float]] = field(default_factory=list)  # (stage, seconds it took)
-    copies: list[AnonymousCopy] = field(default_factory=list)
     template_override: str | None = None  # text of the file that `chat_template` names
     _template: ChatTemplate | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,9 +74,14 @@ class Runtime:
         return f"{props.kind}, {props.arch}, {what} ({self.device_reason})"
 
     @property
+    def mappings(self) -> list[Mapping]:
+        """The files as they are mapped: none where a GPU holds a copy."""
+        return self.weights.mappings
+
+    @property
     def copied_bytes(self) -> int:
-        """Bytes of weights that exist a second time: on a GPU that holds a copy, or on request."""
-        return sum(copy.nbytes for copy in self.copies) + self.loaded.staged_bytes
+        """Bytes of weights that were copied: to a GPU's memory, or on request."""
+        return self.weights.copied_bytes
 
     @property
     def has_template(self) -> bool:
@@ -111,14 +107,9 @@ class Runtime:
         if self._template is not None:
             self._template.close()
         self.loaded.close()
-        self.copies.clear()
-        for mapping in self.mappings:
-            mapping.close()
+        self.weights.close()
         self.device.close()
-
-
-class LoadCancelled(ApuError):
-    """The `cancel` event of `load` was set."""
+        self.watchdog.close()
 
 
 class _Stages:
@@ -147,8 +138,8 @@ def load(
 ) -> Runtime:
     """Open `config.model` and start an engine for it.
 
-    Calls `on_stage(name)` at the end of each of STAGES and `on_progress` during readahead; setting `cancel`
-    ends loading at the next stage with LoadCancelled. `for_chat` starts the process that renders chat
+    Calls `on_stage(name)` at the end of each of STAGES and `on_progress` while weights are read, registered or staged;
+    setting `cancel` ends loading soon with LoadCancelled. `for_chat` starts the process that renders chat
     templates meanwhile, which otherwise the first chat does. Raises ConfigError, FormatError, ModelError,
     MappingError, BudgetError or NativeError; what was opened by then is closed again.
     """
@@ -191,33 +182,42 @@ def _load(
         config.device, kernels=config.kernels, threads=config.threads, isa=config.isa, pin=config.pin
     )
     opened.append(device)
-    _check_strategy(config.memory, device.props.kind)
+    _check_strategy(config, device)
     stages.end("pool")
 
-    fitted = fit(config, model, device, _strategies(config.memory, device.props.kind))
-    context, options = fitted.context, fitted.options
-    notices = list(context.notices)
-    mappings: list[Mapping] = []
-    for file, size in zip(model.files, model.file_sizes, strict=True):
-        mappings.append(Mapping.open(file, size))
-        opened.append(mappings[-1])
-    stages.end("map")
+    watchdog = Watchdog(config.watchdog or 0)
+    opened.append(watchdog)
+    with watchdog.during(f"loading {model.path.name}") as task:
+        from apu_engine.memory.strategies import Job
 
-    if config.mlock:
-        notices.append(mlock(mappings).notice)
-    if config.prefetch:
-        notices.append(prefetch(mappings, max(device.props.threads, 2), on_progress, stages.cancel).notice)
-    copies = [AnonymousCopy(mapping) for mapping in mappings] if config.copy_weights else []
-    loaded = arch.load(model, copies or mappings, device, options, config.memory)
+        job = Job(
+            device=device,
+            files=model.files,
+            sizes=model.file_sizes,
+            refs=arch.tensors_used(model, arch.PlanOptions(ctx=1, kv_type=config.kv_type)),
+            progress=on_progress,
+            cancel=stages.cancel,
+            task=task,
+            mapped=lambda: stages.end("map"),
+            readahead=config.prefetch,
+            lock=config.mlock,
+            copy=config.copy_weights,
+        )
+        weights, placement, fitted = _place(config, model, device, job)
+        opened.append(weights)
+        job.goes_on("creating the plan")
+        loaded = arch.load(model, weights, device, fitted.options)
     opened.append(loaded)
+    context = fitted.context
     from apu_engine.engine.runner import PlanRunner
 
-    def check() -> None:
-        for mapping in mappings:
-            mapping.check()
-
     engine = Engine(
-        PlanRunner(loaded), context=context.tokens, parallel=config.parallel, queue=config.queue, check=check
+        PlanRunner(loaded),
+        context=context.tokens,
+        parallel=config.parallel,
+        queue=config.queue,
+        check=weights.check,
+        watchdog=watchdog,
     )
     stages.end("load")
     runtime = Runtime(
@@ -228,13 +228,14 @@ def _load(
         sampling=sampling_defaults(config, model),
         device=device,
         device_reason=choice.reason,
-        mappings=mappings,
+        weights=weights,
+        placement=placement,
         loaded=loaded,
         context=context,
         engine=engine,
-        notices=[notice for notice in notices if notice],
+        watchdog=watchdog,
+        notices=[*context.notices, *weights.notices],
         stages=stages.times,
-        copies=copies,
         template_override=override,
         _template=template,
     )
@@ -242,24 +243,70 @@ def _load(
     return runtime
 
 
-def _check_strategy(strategy: str, kind: str) -> None:
-    """Raises ConfigError for a memory strategy that the device lacks."""
-    if kind == "cpu" and strategy not in ("auto", "direct"):
+def _check_strategy(config: EngineConfig, device: Device) -> None:
+    """Raises ConfigError for a memory strategy or way that the device lacks."""
+    strategy, way, props = config.memory, config.memory_way, device.props
+    if props.kind == "cpu":
+        if strategy not in ("auto", "direct"):
+            raise ConfigError(
+                f"memory: {strategy} needs a GPU; the cpu device reads the mapped file in place (auto or direct)",
+                "memory",
+            )
+        return
+    where = f"{props.kind}, {props.name}"
+    if strategy == "direct" and not props.pageable:
         raise ConfigError(
-            f"memory: {strategy} needs a GPU; the cpu device reads the mapped file in place (auto or direct)", "memory"
-        )
-    if kind != "cpu" and strategy not in ("auto", "staged"):
-        raise ConfigError(
-            f"memory: {strategy} is not there on {kind} yet; it holds one copy of the weights (auto or staged)",
+            f"memory: direct needs a device that reads pageable memory through the host's page tables, which {where} "
+            "does not (auto, registered or staged)",
             "memory",
         )
+    if strategy == "registered" and not props.ways:
+        raise ConfigError(
+            f"memory: registered needs a runtime that can register file pages, which that of {where} cannot "
+            "(auto or staged)",
+            "memory",
+        )
+    ways = () if strategy in ("staged", "direct") else props.ways
+    if way not in ("auto", *ways):
+        expected = " or ".join(("auto", *ways))
+        raise ConfigError(
+            f"memory_way: expected {expected} on {where} with memory {strategy}, found {way}", "memory_way"
+        )
 
 
-def _strategies(strategy: str, kind: str) -> tuple[str, ...]:
-    """Candidates for a device, best first."""
-    if strategy != "auto":
-        return (strategy,)
-    return ("direct",) if kind == "cpu" else ("staged",)
+def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> tuple[Weights, Candidate, Fit]:
+    """The weights where the device reads them, by the first candidate that fits and works.
+
+    Why those before it did not is in the weights' notices. Raises BudgetError where none fits, else what the only
+    candidate raised, or Refused with what each one did.
+    """
+    from apu_engine._native import NativeError
+    from apu_engine.memory.probe import Candidate, candidates, probe
+    from apu_engine.memory.strategies import Refused, open_weights
+
+    if device.props.kind == "cpu":
+        tried = [Candidate("direct", why="as asked")]
+    elif config.copy_weights:
+        tried = [Candidate("staged", why="as asked")]
+    else:
+        asked = config.memory in ("auto", "registered") and config.memory_way == "auto"
+        tried = candidates(config.memory, config.memory_way, probe(job) if asked else None, device.props.ways)
+    failures: list[tuple[Candidate, ApuError]] = []
+    for candidate in tried:
+        try:
+            fitted = fit(config, model, device, (candidate.strategy,))
+            weights = open_weights(job, candidate.strategy, candidate.way)
+        except (NativeError, Refused, BudgetError) as error:
+            if len(tried) == 1:
+                raise
+            failures.append((candidate, error))
+            continue
+        weights.notices += [f"weights are not {failed.title}: {error}" for failed, error in failures]
+        return weights, candidate, fitted
+    if all(isinstance(error, BudgetError) for _, error in failures):
+        fit(config, model, device, list(dict.fromkeys(candidate.strategy for candidate in tried)))
+    text = "; ".join(f"{failed.title}: {error}" for failed, error in failures)
+    raise Refused(f"{model.path}: {device.props.kind}, {device.props.name} cannot reach the weights: {text}")
 
 
 def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
@@ -303,16 +350,30 @@ def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) 
 
 
 def summary(runtime: Runtime) -> str:
-    """`weights 98.4 MB mapped, copied 0, anonymous 0; ctx 8192 (KV 184 MB)`, from what the kernel reports."""
-    from apu_engine.memory.footprint import footprint
+    """How the weights are reached and what they take, as the kernel reports it.
 
-    now = footprint(files=[mapping.path for mapping in runtime.mappings])
-    mapped = sum(item.mapped for item in now.files)
-    anonymous = sum(item.anonymous for item in now.files)
-    return (
-        f"weights {human_bytes(mapped)} mapped, copied {_bytes(runtime.copied_bytes)}, anonymous {_bytes(anonymous)}; "
-        f"ctx {runtime.context.tokens} (KV {human_bytes(runtime.loaded.kv_bytes)})"
-    )
+    `weights 98.4 MB mapped, copied 0, anonymous 0; ctx 8192 (KV 184 MB)` on the CPU,
+    `weights 80.8 GB in place (way A), copied 0, anonymous 0, 97% of device bandwidth; ...` and `weights 98.4 MB staged:
+    in place reads at 1.2% of device memory (51 of 4361 GB/s); copied 98.4 MB once, file pages dropped, anonymous 0;
+    ...` on a GPU.
+    """
+    from apu_engine.memory.footprint import footprint
+    from apu_engine.memory.strategies import LETTERS
+
+    now = footprint(files=runtime.model.files)
+    anonymous = _bytes(sum(item.anonymous for item in now.files))
+    weights, why, copied = runtime.weights, runtime.placement.why, _bytes(runtime.copied_bytes)
+    size = human_bytes(weights.nbytes)
+    if runtime.device.props.kind == "cpu" or runtime.config.copy_weights:
+        mapped = human_bytes(sum(item.mapped for item in now.files))
+        text = f"weights {mapped} mapped, copied {copied}, anonymous {anonymous}"
+    elif weights.strategy == "staged":
+        kept = f"{human_bytes(weights.kept_bytes)} of file pages kept" if weights.kept_bytes else "file pages dropped"
+        text = f"weights {size} staged: {why}; copied {copied} once, {kept}, anonymous {anonymous}"
+    else:
+        how = f"way {LETTERS[weights.way]}" if weights.way else "direct"
+        text = f"weights {size} in place ({how}), copied {copied}, anonymous {anonymous}, {why}"
+    return f"{text}; ctx {runtime.context.tokens} (KV {human_bytes(runtime.loaded.kv_bytes)})"
 
 
 def _bytes(count: int) -> str:

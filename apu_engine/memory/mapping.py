@@ -27,6 +27,7 @@ from apu_engine.errors import MappingError
 from apu_engine.memory.budget import human_bytes, memory_available
 from apu_engine.memory.files import open_regular
 
+MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22  # Linux 5.14
 SLICE = 16 << 20  # bytes per readahead call: the grain of progress and of cancelling
 GIB = 1 << 30
@@ -120,13 +121,11 @@ class Mapping:
 
     def resident_bytes(self) -> int | None:
         """Bytes of the file in the page cache, or None where the kernel hides that (files of other users)."""
-        info = os.fstat(self._fd)
-        if info.st_uid != os.geteuid() and not os.access(self.path, os.W_OK):
-            return None
-        flags = np.zeros(-(-self.nbytes // mmap.PAGESIZE), np.uint8)
-        if _libc.mincore(self.address, self.nbytes, flags.__array_interface__["data"][0]):
-            return None
-        return min(int((flags & 1).sum()) * mmap.PAGESIZE, self.nbytes)
+        return _resident(self._fd, self.path, self.address, self.nbytes)
+
+    def prefer_huge_pages(self) -> None:
+        """Ask for 2 MiB pages, before anything is read: heard where the file system has large folios, else nothing."""
+        _libc.madvise(self.address, self.nbytes, MADV_HUGEPAGE)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Bring bytes into the page cache, and into the page table where the kernel can (from Linux 5.14).
@@ -191,6 +190,24 @@ class Mapping:
         return f"Mapping({self.path}, {human_bytes(self.nbytes)}, {state})"
 
 
+def cached_bytes(fd: int, path: Path, nbytes: int) -> int | None:
+    """Bytes of an open file in the page cache; None where the kernel hides that. Nothing is read."""
+    with mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        found = _resident(fd, path, view.__array_interface__["data"][0], nbytes)
+        del view
+        return found
+
+
+def _resident(fd: int, path: Path, address: int, nbytes: int) -> int | None:
+    if os.fstat(fd).st_uid != os.geteuid() and not os.access(path, os.W_OK):
+        return None
+    flags = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
+    if _libc.mincore(address, nbytes, flags.__array_interface__["data"][0]):
+        return None
+    return min(int((flags & 1).sum()) * mmap.PAGESIZE, nbytes)
+
+
 def _map_failure(size: int, error: OSError) -> str:
     if error.errno == errno.ENOMEM:
         return f"no address space for {human_bytes(size)}; raise the limit (`ulimit -v unlimited`)"
@@ -222,24 +239,29 @@ class Outcome:
     notice: str = ""
 
 
+Range = tuple[Mapping, int, int]  # bytes [offset, offset + n) of a mapping, offset a multiple of the page size
+
+
 def prefetch(
     mappings: Sequence[Mapping],
     threads: int = 4,
     progress: Callable[[Progress], None] | None = None,
     cancel: threading.Event | None = None,
+    ranges: Sequence[Range] | None = None,
 ) -> Outcome:
-    """Read the files into memory in parallel, in file order; `progress` is called from this thread.
+    """Read the files, or `ranges` of them, into memory in parallel and in order; `progress` is called from this thread.
 
     Files larger than the memory available are left alone: reading them ahead would evict their own first
     pages. Stops soon after `cancel` is set, or on KeyboardInterrupt, which is raised again. Raises
     MappingError on a failed read.
     """
-    total = sum(mapping.nbytes for mapping in mappings)
+    ranges = _whole(mappings) if ranges is None else ranges
+    total = sum(nbytes for _, _, nbytes in ranges)
     notice = _too_large(mappings)
     if notice:
         return Outcome(0, 0.0, f"no readahead: {notice}")
     start = time.monotonic()
-    work = _Readahead(mappings)
+    work = _Readahead(ranges)
     workers = [threading.Thread(target=work.run, name="readahead", daemon=True) for _ in range(max(1, threads))]
     for worker in workers:
         worker.start()
@@ -273,12 +295,8 @@ def prefetch(
 class _Readahead:
     """The shared state of the readahead threads: a queue of slices and a sum."""
 
-    def __init__(self, mappings: Sequence[Mapping]) -> None:
-        self.slices: Iterator[tuple[Mapping, int, int]] = (
-            (mapping, offset, min(SLICE, mapping.nbytes - offset))
-            for mapping in mappings
-            for offset in range(0, mapping.nbytes, SLICE)
-        )
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.slices = _slices(ranges)
         self.lock = threading.Lock()
         self.done = 0
         self.stop = False
@@ -300,26 +318,41 @@ class _Readahead:
                 self.done += nbytes
 
 
-def mlock(mappings: Sequence[Mapping]) -> Outcome:
-    """Pin the files' pages in memory, as far as RLIMIT_MEMLOCK lets; closing a mapping unpins it.
+def _whole(mappings: Sequence[Mapping]) -> list[Range]:
+    return [(mapping, 0, mapping.nbytes) for mapping in mappings]
 
-    A refusal is no error: the outcome's notice says what to change.
+
+def _slices(ranges: Sequence[Range]) -> Iterator[Range]:
+    for mapping, begin, nbytes in ranges:
+        for offset in range(begin, begin + nbytes, SLICE):
+            yield mapping, offset, min(SLICE, begin + nbytes - offset)
+
+
+def mlock(
+    mappings: Sequence[Mapping], ranges: Sequence[Range] | None = None, cancel: threading.Event | None = None
+) -> Outcome:
+    """Pin the pages of files, or of `ranges` of them, as far as RLIMIT_MEMLOCK lets; closing a mapping unpins them.
+
+    A refusal is no error: the outcome's notice says what to change. Stops soon after `cancel` is set.
     """
     notice = _too_large(mappings)
     if notice:
         return Outcome(0, 0.0, f"not locked: {notice}")
     start = time.monotonic()
-    total = sum(mapping.nbytes for mapping in mappings)
+    ranges = _whole(mappings) if ranges is None else ranges
+    total = sum(nbytes for _, _, nbytes in ranges)
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
     done = 0
-    for mapping in mappings:
-        if _libc.mlock(mapping.address, mapping.nbytes):
+    for mapping, offset, nbytes in _slices(ranges):
+        if cancel and cancel.is_set():
+            return Outcome(done, time.monotonic() - start, "locking was cancelled")
+        if _libc.mlock(mapping.address + offset, nbytes):
             code = ctypes.get_errno()
             mapping.check()
             return Outcome(done, time.monotonic() - start, _lock_refused(done, total, hard, code))
-        done += mapping.nbytes
+        done += nbytes
     return Outcome(done, time.monotonic() - start)
 
 

@@ -6,7 +6,7 @@ from apu_engine.plan.builder import PlanBuilder, Rope
 from apu_engine.plan.plan import Event, Plan
 from apu_engine.plan.spec import Limits, PlanSpec, State, Tensor
 from apu_engine.plan.step import HIDDEN, LOGITS, MAX_TOP, SAMPLE, TOP, Step
-from apu_engine.plan.weights import DeviceBinder, OfflineBinder
+from apu_engine.plan.weights import OfflineBinder
 
 __all__ = [
     "HIDDEN",
@@ -14,7 +14,6 @@ __all__ = [
     "MAX_TOP",
     "SAMPLE",
     "TOP",
-    "DeviceBinder",
     "Event",
     "Limits",
     "OfflineBinder",

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from apu_engine.config import EngineConfig
-from apu_engine.doctor import verdict_line
 from apu_engine.errors import ConfigError, MappingError
 from apu_engine.server import body, schema
 from apu_engine.server.errors import ApiError, api_error, one_line
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("apu_engine.server")
 KEEPALIVE_SECONDS = 75.0  # an idle connection, or one that sends no whole request head, is closed after this
 LINGER_SECONDS = 2.0  # for the rest of a body that is not wanted, so that the client reads the answer first
+WATCHDOG_SECONDS = 300
 CLEANUP_SECONDS = 1.0  # for clients that do not read their answer when the server ends
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -213,14 +214,14 @@ def _authorize(service: Service) -> Any:
 
 def run(config: EngineConfig) -> int:
     """Serves until a signal; returns the exit status. Raises ApuError when it cannot start."""
+    if config.watchdog is None:
+        config = replace(config, watchdog=WATCHDOG_SECONDS)
     logging.basicConfig(
         stream=sys.stderr,
         level=config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )
-    verdict = verdict_line(config)
-    log.log(logging.INFO if verdict.startswith("doctor: ok") else logging.WARNING, "%s", verdict)
     return asyncio.run(_serve(Service(config)))
 
 

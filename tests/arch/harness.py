@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from apu_engine import arch
 from apu_engine._native import NO_PAGE, PAGE_TOKENS, Device
-from apu_engine.memory.mapping import Mapping
+from apu_engine.memory.strategies import Job, open_weights
 from apu_engine.plan import LOGITS
 from apu_engine.weights.gguf import open_model
 
@@ -59,14 +59,14 @@ class Running:
 def running(path: Path, device: Device, *, ctx: int = 512, parallel: int = 1, **options: Any) -> Iterator[Running]:
     """The model at `path` on `device`, closed afterwards."""
     model = open_model(path)
-    mappings = [Mapping.open(file, size) for file, size in zip(model.files, model.file_sizes, strict=True)]
+    settings = arch.PlanOptions(ctx=ctx, parallel=parallel, max_outputs=256, **options)
+    job = Job(device, model.files, model.file_sizes, arch.tensors_used(model, settings))
+    weights = open_weights(job, "direct" if device.props.kind == "cpu" else "staged")
     try:
-        settings = arch.PlanOptions(ctx=ctx, parallel=parallel, max_outputs=256, **options)
-        loaded = arch.load(model, mappings, device, settings)
+        loaded = arch.load(model, weights, device, settings)
         try:
             yield Running(loaded, parallel)
         finally:
             loaded.close()
     finally:
-        for mapping in mappings:
-            mapping.close()
+        weights.close()

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from apu_engine import arch
 from apu_engine._native import Device
-from apu_engine.memory.mapping import Mapping
+from apu_engine.memory.strategies import Job, open_weights
 from apu_engine.weights.gguf import open_model
 from models import tiny_llama_gguf
 
@@ -18,8 +18,10 @@ from models import tiny_llama_gguf
 def best_times(path: Path, threads: int, steps: int = 150) -> NDArray[np.uint64]:
     """(ops) nanoseconds of each op, the best of many decode steps."""
     model = open_model(path)
-    with Device("cpu", threads=threads) as device, Mapping.open(model.files[0], model.file_sizes[0]) as mapping:
-        loaded = arch.load(model, [mapping], device, arch.PlanOptions(ctx=128, max_rows=1, max_sequences=1))
+    options = arch.PlanOptions(ctx=128, max_rows=1, max_sequences=1)
+    with Device("cpu", threads=threads) as device:
+        weights = open_weights(Job(device, model.files, model.file_sizes, arch.tensors_used(model, options)), "direct")
+        loaded = arch.load(model, weights, device, options)
         try:
             plan = loaded.plan
             plan.profile(True)
@@ -33,6 +35,7 @@ def best_times(path: Path, threads: int, steps: int = 150) -> NDArray[np.uint64]
             return best
         finally:
             loaded.close()
+            weights.close()
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,11 @@ def hip_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[HipDouble]:
-    """The double behind device "hip", without kernels; everything that a test makes must be gone at its end."""
+def hip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HipDouble]:
+    """The double behind device "hip", without kernels; everything that a test makes must be gone at its end. What an
+    earlier test's probe found is not known.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = library()
     monkeypatch.setenv("APU_HIP_LIBRARY", str(path))
     double = HipDouble(path)

@@ -98,15 +98,21 @@ def test_cuda_is_never_taken_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         pick_device("cuda:4000")
 
 
-@pytest.mark.parametrize("strategy", ["registered", "direct"])
 def test_memory_strategies(
-    hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: TinyModel, strategy: str
+    hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: TinyModel
 ) -> None:
     monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
-    with pytest.raises(ConfigError, match=f"memory: {strategy} is not there on hip yet"):
-        load(EngineConfig(model=str(tiny_llama.path), device="hip", memory=strategy))
-    with pytest.raises(ConfigError, match="memory: staged needs a GPU"):
-        load(EngineConfig(model=str(tiny_llama.path), device="cpu", memory="staged"))
+    for device, options, text in (
+        (
+            "hip",
+            {"memory": "direct"},
+            "direct needs a device that reads pageable memory .* which hip, HIP double 0 does",
+        ),
+        ("hip", {"memory": "staged", "memory_way": "svm"}, "memory_way: expected auto on hip, .* staged, found svm"),
+        ("cpu", {"memory": "staged"}, "memory: staged needs a GPU"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(EngineConfig(model=str(tiny_llama.path), device=device, **options))
 
 
 def test_weights_that_do_not_fit(

@@ -25,12 +25,14 @@ def test_answers_are_the_cpus(kernels: Path, tiny_llama: TinyModel) -> None:
     ids = [1, 5, 9, 13]
     with LLM(str(tiny_llama.path), device="cpu", ctx=256) as cpu:
         expected = cpu.generate(ids, 12, temperature=0, ignore_eos=True)
-    with LLM(str(tiny_llama.path), device="hip:0", ctx=256) as gpu:
+    with LLM(str(tiny_llama.path), device="hip:0", ctx=256, memory="staged") as gpu:
         assert gpu.generate(ids, 12, temperature=0, ignore_eos=True).tokens == expected.tokens
-        size = tiny_llama.path.stat().st_size
         assert gpu.runtime.device_line == "hip, gfx1151, HIP double 0 (as asked)"
-        assert gpu.memory["copied"] == size
-        assert f"mapped, copied {human_bytes(size)}, anonymous 0" in gpu.summary()
+        size = gpu.memory["copied"]
+        assert tiny_llama.path.stat().st_size * 0.9 < size < tiny_llama.path.stat().st_size  # all but the header
+        copied = human_bytes(size)
+        line = f"weights {copied} staged: as asked; copied {copied} once, file pages dropped, anonymous 0; ctx 256"
+        assert gpu.summary().startswith(line)
 
 
 def test_bench(

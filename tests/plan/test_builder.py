@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from apu_engine import arch
-from apu_engine._native import NONE, Chunk, lib
+from apu_engine._native import NONE, lib
 from apu_engine.errors import ApuError, ModelError
 from apu_engine.plan import Limits, OfflineBinder, PlanBuilder, PlanSpec, Tensor
 from apu_engine.plan.cost import decode_bytes
 from apu_engine.plan.dump import lines, render
 from apu_engine.plan.liveness import lifetimes
-from apu_engine.plan.weights import split
+from apu_engine.plan.weights import segments_in
 from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import TensorRef
 from models import TinyModel
@@ -105,11 +105,10 @@ def test_dump(tiny_gemma3: TinyModel) -> None:
 
 def test_split_cuts_between_rows_at_chunk_ends() -> None:
     ref = TensorRef("w", 0, (10, 8), 0, 100, 320)
-    chunks = [Chunk(1000, 5000, 228), Chunk(1228, 9000, 1000)]
-    first, second = split(ref, 1000, chunks)
+    first, second = segments_in(ref, [(0, 5000, 228), (228, 9000, 1000)])
     assert first == (5100, 0, 4, 32, 0)
     assert second == (9000, 4, 6, 32, 1000 - 192)
     with pytest.raises(ModelError, match="row 3 of 10"):
-        split(ref, 1000, [Chunk(1000, 5000, 220), Chunk(1220, 9000, 1000)])
+        segments_in(ref, [(0, 5000, 220), (220, 9000, 1000)])
     with pytest.raises(ModelError, match="row 0 of 10"):
-        split(ref, 1000, [Chunk(1000, 5000, 50)])
+        segments_in(ref, [(0, 5000, 50)])
