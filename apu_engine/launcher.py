@@ -24,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -220,10 +220,13 @@ def _start_alone(request: Request, foreground: bool) -> int:
     _require_free_port(host, port)
     _require_model(request)
     from apu_engine.device import pick_device
+    from apu_engine.doctor import verdict_line
 
     device = pick_device(request.config.device, request.config.kernels)
     model = request.model or _demo_model()
     _say(f"device: {device.name} ({device.reason})")
+    if not foreground:  # which says it itself
+        _say(verdict_line(replace(request.config, model=model)))
     command = [sys.executable, "-m", "apu_engine", "serve", f"--model={model}", *request.flags]
     argv = [*request.flags, f"--model={model}"]
     import psutil

@@ -123,7 +123,7 @@ def _model_argument() -> inspect.Parameter:
 
 def build() -> typer.Typer:
     """The application with all verbs."""
-    from apu_engine.cli import bench, chat, footprint, plan, serve, show
+    from apu_engine.cli import bench, chat, doctor, footprint, plan, serve, show
 
     app = typer.Typer(
         cls=_Group,
@@ -144,6 +144,6 @@ def build() -> typer.Typer:
             print(f"apu-engine {__version__}")
             raise typer.Exit
 
-    for module in (serve, chat, bench, plan, show, footprint):
+    for module in (serve, chat, bench, plan, show, footprint, doctor):
         module.register(app)
     return app

@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from apu_engine.config import EngineConfig
+from apu_engine.doctor import verdict_line
 from apu_engine.errors import ConfigError, MappingError
 from apu_engine.server import body, schema
 from apu_engine.server.errors import ApiError, api_error, one_line
@@ -222,6 +223,8 @@ def run(config: EngineConfig) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )
+    verdict = verdict_line(config)
+    log.log(logging.INFO if verdict.startswith("doctor: ok") else logging.WARNING, "%s", verdict)
     return asyncio.run(_serve(Service(config)))
 
 

@@ -42,7 +42,7 @@ def start(*args: str | Path, **options: Any) -> subprocess.Popen[str]:
 def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    for verb in ("serve", "chat", "bench", "plan", "show", "footprint"):
+    for verb in ("serve", "chat", "bench", "plan", "show", "footprint", "doctor"):
         assert verb in out
     assert run(capsys)[1] == out  # no arguments at all
 

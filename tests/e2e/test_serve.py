@@ -243,4 +243,5 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "apu_engine", "serve", str(bad), *OPTIONS]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1 and ended.stdout == ""
-    assert ended.stderr.count("\n") == 1 and str(bad) in ended.stderr
+    verdict, message = ended.stderr.splitlines()
+    assert " doctor: " in verdict and message.startswith("apu-engine: ") and str(bad) in message

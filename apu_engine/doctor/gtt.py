@@ -1,0 +1,122 @@
+"""Who holds GTT: the sum over processes of what DRM's fdinfo and KFD say, to find what nobody holds.
+
+A process that died in a GPU call can leave its memory allocated until the next boot. Other users' descriptors cannot
+be read; for their compute processes KFD's counters can, which are used instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from apu_engine.memory.machine import Machine
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A process and the bytes of GTT that it holds."""
+
+    pid: int
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Processes by bytes, most first. `hidden` counts those that could not be looked at."""
+
+    found: tuple[User, ...]
+    hidden: int
+    finished: bool
+
+    @property
+    def complete(self) -> bool:
+        return self.finished and not self.hidden
+
+
+def users(machine: Machine, pci: str, deadline_s: float) -> Users:
+    """Processes that hold GTT of the GPU at `pci` ("" for any), found within `deadline_s` seconds."""
+    end = time.monotonic() + deadline_s
+    proc = machine.path("proc")
+    compute = _compute(machine)
+    found: list[User] = []
+    hidden = 0
+    seen: set[str] = set()  # clients: a descriptor that was handed on counts once
+    for pid in sorted({*_pids(proc), *compute}):
+        if time.monotonic() > end:
+            return Users(tuple(found), hidden, False)
+        held = _held(proc / str(pid), pci, seen)
+        if held is None:
+            held = compute.get(pid, 0)
+            hidden += not held
+        if held:
+            found.append(User(pid, _name(proc / str(pid)), held))
+    return Users(tuple(sorted(found, key=lambda user: -user.bytes)), hidden, True)
+
+
+def _pids(proc: Path) -> list[int]:
+    try:
+        with os.scandir(proc) as entries:
+            return [int(entry.name) for entry in entries if entry.name.isascii() and entry.name.isdigit()]
+    except OSError:
+        return []
+
+
+def _held(process: Path, pci: str, seen: set[str]) -> int | None:
+    """Bytes of GTT by the process's open DRM files; None where they may not be looked at."""
+    try:
+        with os.scandir(process / "fd") as entries:
+            numbers = [entry.name for entry in entries]
+    except PermissionError:
+        return None
+    except OSError:  # it ended
+        return 0
+    total = 0
+    for number in numbers:
+        try:
+            if not str((process / "fd" / number).readlink()).startswith("/dev/dri/"):
+                continue
+            text = (process / "fdinfo" / number).read_text(errors="replace")
+        except PermissionError:
+            return None
+        except OSError:
+            continue
+        fields = dict(re.findall(r"^([\w-]+):\s*(.*?)\s*$", text, re.M))
+        if pci and fields.get("drm-pdev", pci) != pci:
+            continue
+        client = fields.get("drm-client-id", f"{process.name}/{number}")
+        if client not in seen:
+            seen.add(client)
+            total += _size(fields.get("drm-memory-gtt", "0"))
+    return total
+
+
+def _size(text: str) -> int:
+    """ "1048576 KiB" in bytes."""
+    match = re.fullmatch(r"(\d{1,18})\s*(\w*)", text)
+    return int(match[1]) * _UNITS.get(match[2], 0) if match else 0
+
+
+def _compute(machine: Machine) -> dict[int, int]:
+    """PID -> bytes that KFD counts for each live compute process: on an APU they are GTT."""
+    folder = machine.path("sys/class/kfd/kfd/proc")
+    found = {}
+    for pid in _pids(folder):
+        try:
+            counters = [file.read_text() for file in (folder / str(pid)).glob("vram_*")]
+        except OSError:
+            continue
+        found[pid] = sum(int(text) for text in counters if text.strip().isdigit() and len(text) < 20)
+    return found
+
+
+def _name(process: Path) -> str:
+    try:
+        return (process / "comm").read_text(errors="replace").strip()[:40] or "?"
+    except OSError:
+        return "?"

@@ -1,0 +1,86 @@
+"""doctor --full on the stand-in: what is measured; a device that fails is a finding, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hip_double import HipDouble
+
+from apu_engine._native import Device
+from apu_engine.doctor import full
+from apu_engine.doctor.context import Context, Request
+from apu_engine.doctor.report import Check
+from apu_engine.memory.machine import Machine
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in reads slowly."""
+    monkeypatch.setattr(full, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(full, "LEAST_BYTES", 1 << 20)
+
+
+def measured(device: str, kernels: Path | None = None) -> dict[str, Check]:
+    request = Request(folder=Path("/"), device=device, kernels=kernels, full=True)
+    return {item.id: item for item in full.measure(Context(Machine(Path("/")), request))}
+
+
+def test_all(hip: HipDouble, hip_kernels: Path) -> None:
+    found = measured("hip", hip_kernels)
+    assert found["cpu_bandwidth"].verdict == "ok" and found["cpu_bandwidth"].data["gb_per_s"] > 0
+    assert found["runtime"].data["arch"] == "gfx1151"
+    assert found["graph"].verdict == "ok" and found["graph"].value == "bit for bit, 8 steps"
+    assert found["gpu_bandwidth"].data["gb_per_s"] > 0  # the fixture asserts that nothing is left
+
+
+def test_a_slow_gpu_is_a_warning(hip_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(Machine(Path("/")), Request(folder=Path("/")))
+    monkeypatch.setattr(Device, "read_rate", lambda *_: 100e9)
+    found = full.gpu_bandwidth(context, hip_device)
+    assert found.verdict == "warn" and found.value == "100.0 GB/s of 1 MiB; about 204 GB/s is usual for gfx1151"
+    monkeypatch.setattr(Device, "read_rate", lambda *_: 190e9)
+    assert full.gpu_bandwidth(context, hip_device).verdict == "ok"
+
+
+def test_results_that_differ_are_bad(hip_device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = full._decode
+    runs: list[int] = []
+
+    def decode(plan: object) -> np.ndarray:
+        found = real(plan)  # type: ignore[arg-type]
+        runs.append(1)
+        if len(runs) == 2:
+            found[3, 7] = np.nextafter(found[3, 7], np.float32(9))
+        return found
+
+    monkeypatch.setattr(full, "_decode", decode)
+    found = full.graph(hip_device)
+    assert found.verdict == "bad" and found.value == "1 of 2048 results differ between graph and single launches"
+    assert found.remedy[0] == "run with --no-graph"
+
+
+def test_the_tiny_model_computes(device: Device) -> None:
+    """Its results depend on the prompt and are the same again."""
+    with full._tiny_plan(device, graph=True) as run:
+        first = run()
+    with full._tiny_plan(device, graph=True) as run:
+        assert run().tobytes() == first.tobytes()
+    assert np.isfinite(first).all() and len(np.unique(first.argmax(1))) > 1 and first.std() > 0.1
+
+
+def test_failures_are_findings(hip: HipDouble, hip_kernels: Path) -> None:
+    hip.set(graph_launch=1)
+    found = measured("hip", hip_kernels)
+    assert found["graph"].verdict == "bad" and found["graph"].value.startswith("failed: ")
+    assert "LaunchFailure" in found["graph"].value
+    assert found["gpu_bandwidth"].verdict != "bad"
+
+
+def test_no_kernels_and_no_gpu(hip: HipDouble, tmp_path: Path) -> None:
+    found = measured("hip", tmp_path)
+    assert found["runtime"].verdict == "bad" and "no kernels for gfx1151" in found["runtime"].value
+    assert found["graph"].verdict == found["gpu_bandwidth"].verdict == "absent"
+    found = measured("cpu")
+    assert found["cpu_bandwidth"].verdict == "ok" and found["runtime"].verdict == "absent"
