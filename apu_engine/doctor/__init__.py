@@ -7,6 +7,7 @@ that meets something unreadable says so and the others go on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ def request_of(config: EngineConfig, full: bool = False) -> Request:
     """What to look at for a configuration."""
     from apu_engine.doctor.context import Request
 
-    model = Path(config.model).absolute() if config.model else None
+    model = Path(os.path.realpath(config.model)) if config.model else None  # download caches hold links
     kernels = Path(config.kernels) if config.kernels else None
     folder = _models_folder() if model is None else model if model.is_dir() else model.parent
     return Request(model, folder, config.device, kernels, full)

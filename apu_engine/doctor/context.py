@@ -133,8 +133,14 @@ class Context:
         return "on the host: " if self.container else ""
 
     @cached_property
+    def wanted(self) -> bool:
+        """Whether an AMD GPU may be used at all."""
+        return self.request.device.partition(":")[0] in ("auto", "hip")
+
+    @cached_property
     def gpus(self) -> tuple[AmdGpu, ...]:
-        return self.machine.amd_gpus()
+        """The AMD GPUs; none with a --device of another kind."""
+        return self.machine.amd_gpus() if self.wanted else ()
 
     @cached_property
     def gpu(self) -> AmdGpu | None:
@@ -146,6 +152,8 @@ class Context:
     @cached_property
     def no_gpu(self) -> str:
         """Why the GPU's checks are absent."""
+        if not self.wanted:
+            return f"not used with --device {self.request.device}"
         return "no AMD GPU" if not self.gpus else f"no GPU {self.request.device}; there are {len(self.gpus)}"
 
     @cached_property

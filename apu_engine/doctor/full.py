@@ -1,4 +1,4 @@
-"""What `--full` measures on the devices: reads of CPU and GPU, graphs against single launches.
+"""What `--full` measures on the devices: reads of CPU and GPU, graphs against single launches, memory strategies.
 
 Each part frees what it took, and one that fails is a finding, not an end. Nothing takes more than an eighth of the
 memory that is available. The GPU is the one that --device names; without one only the CPU is measured.
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.report import Check, absent, gib
+from apu_engine.doctor.strategies import strategies
 from apu_engine.errors import ApuError
+from apu_engine.memory.watchdog import Task, Watchdog
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
@@ -26,21 +28,38 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 30  # of a measured range: above every cache
 LEAST_BYTES = 64 << 20
 PASSES = 5
+HANG_S = 60.0  # without progress
 # GB/s that users read on such machines, or the sum of their memory's data rates; far below, something is wrong
 _USUAL = {"gfx1151": 204, "gfx1150": 120}
 _LOW_SHARE = 0.7
 
 
 def measure(ctx: Context) -> list[Check]:
-    """All measurements, in the order of docs/doctor.md."""
+    """All measurements, in the order of docs/doctor.md. A device that hangs ends the process with the watchdog's
+    status: it cannot be waited for.
+    """
+    watchdog = Watchdog(HANG_S, cleanup=())
+    try:
+        with watchdog.during("reading memory with the CPU") as task:
+            return _measure(ctx, task)
+    finally:
+        watchdog.close()
+
+
+def _measure(ctx: Context, task: Task) -> list[Check]:
     found = [_try("cpu_bandwidth", lambda: cpu_bandwidth(ctx))]
+    task.beat(f"opening device {ctx.request.device}")
     device, problem = _open(ctx)
     if device is None:
-        return found + [problem] + [absent(name, problem.value) for name in ("gpu_bandwidth", "graph")]
+        names = ("gpu_bandwidth", "graph", "strategies")
+        return found + [problem] + [absent(name, problem.value) for name in names]
     try:
         found.append(_runtime(device))
+        task.beat("reading memory with the GPU")
         found.append(_try("gpu_bandwidth", lambda: gpu_bandwidth(ctx, device)))
+        task.beat("running a tiny model on the GPU")
         found.append(_try("graph", lambda: graph(device)))
+        found.append(_try("strategies", lambda: strategies(ctx, device, task)))
     finally:
         device.close()
     return found

@@ -37,8 +37,8 @@ def driver(ctx: Context) -> Check:
         version = machine.text("sys/module/amdgpu/version")
         value = f"amdgpu-dkms {version or ''}".strip() if has_dkms(ctx) else "amdgpu of the kernel"
         return Check("driver", "ok", value, data={"dkms": has_dkms(ctx), "version": version})
-    if not _amd_on_bus(machine.path("sys/bus/pci/devices")):
-        return absent("driver", "no AMD GPU")
+    if not ctx.wanted or not _amd_on_bus(machine.path("sys/bus/pci/devices")):
+        return absent("driver", ctx.no_gpu)
     if "nomodeset" in ctx.parameters:
         remedy = remedies.parameters(ctx, remove=("nomodeset",))
         return Check("driver", "bad", "an AMD GPU is there, but nomodeset keeps amdgpu from it", remedy)
@@ -166,6 +166,8 @@ def mes(ctx: Context) -> Check:
         value = "version is not shown (Linux 6.6 and newer do)"
         return Check("mes", "info", value, ("sudo grep MES /sys/kernel/debug/dri/*/amdgpu_firmware_info",))
     version = raw & MES_VERSION
+    if not version:
+        return Check("mes", "ok", "none on this GPU")
     data = {"version": version}
     if problem := BAD_MES.get(version):
         return Check("mes", "bad", f"{version:#04x}: {problem}", remedies.firmware(ctx), data)
@@ -215,7 +217,8 @@ def gtt(ctx: Context) -> Check:
     value = f"{gib(used)} of {gib(total)} used"
     if used < LEAK_CERTAIN:
         return Check("gtt", "ok", value, data=data)
-    users = gtt_users.users(ctx.machine, ctx.gpu.pci, ctx.request.deadline_s)
+    number = ctx.machine.number(f"sys/class/kfd/kfd/topology/nodes/{ctx.gpu.node}/gpu_id")
+    users = gtt_users.users(ctx.machine, ctx.gpu.pci, number, ctx.request.deadline_s)
     owned = sum(user.bytes for user in users.found)
     unowned = max(0, used - owned)
     data["owners"] = [{"pid": user.pid, "name": user.name, "bytes": user.bytes} for user in users.found]
@@ -245,14 +248,24 @@ def ttm(ctx: Context) -> Check:
     data: dict[str, object] = {"module": module, "pages": pages, "advised_pages": advised << 18, "stale": []}
     value = "not shown" if pages is None else f"{pages} pages, {gib(pages * PAGE)}"
     stale: list[str] = [name for name in ("amdgpu.gttsize", "amdgpu.gtt_size") if name in ctx.parameters]
+    given = machine.number("sys/module/amdgpu/parameters/gttsize")
+    elsewhere = given is not None and given >= 0 and "amdgpu.gttsize" not in stale
+    stale += ["gttsize"] if elsewhere else []
     other = {"ttm": "amdttm", "amdttm": "ttm"}[module]
     stale += [f"{other}.{name}" for name in ("pages_limit", "page_pool_size") if f"{other}.{name}" in ctx.parameters]
     if stale:
         data["stale"] = stale
-        told = {"amdgpu.gttsize": "is deprecated", "amdgpu.gtt_size": "does not exist and is ignored"}
+        told = {
+            "gttsize": "as an option of amdgpu is deprecated",
+            "amdgpu.gttsize": "is deprecated",
+            "amdgpu.gtt_size": "does not exist and is ignored",
+        }
         unused = f"is of a module that is not in use ({module} is)"
         words = ", ".join(f"{name} {told.get(name, unused)}" for name in stale)
-        remedy = remedies.parameters(ctx, remove=tuple(stale))
+        named = tuple(name for name in stale if "." in name)
+        remedy = remedies.parameters(ctx, remove=named) if named else ()
+        if elsewhere:
+            remedy = (f"{ctx.on_host}remove gttsize from: grep -l gttsize /etc/modprobe.d/*", *remedy)
         wanted = _asked_gib(ctx, stale) or advised
         remedy = remedies.joined(remedies.pages_limit(ctx, wanted), remedy)
         return Check("ttm", "warn", f"{words}; {value}", remedy, data)
@@ -270,7 +283,7 @@ def ttm(ctx: Context) -> Check:
 def _asked_gib(ctx: Context, stale: list[str]) -> int:
     """The GTT that a deprecated parameter asked for, in GiB: amdgpu's count MiB, ttm's pages."""
     for name in stale:
-        text = ctx.parameters[name]
+        text = ctx.parameters.get(name, "")
         if text.isdigit() and len(text) < 12:
             size = int(text) << (20 if name.startswith("amdgpu") else 12)
             if GIB <= size <= ctx.machine.memory_total:

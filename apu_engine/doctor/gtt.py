@@ -39,11 +39,11 @@ class Users:
         return self.finished and not self.hidden
 
 
-def users(machine: Machine, pci: str, deadline_s: float) -> Users:
-    """Processes that hold GTT of the GPU at `pci` ("" for any), found within `deadline_s` seconds."""
+def users(machine: Machine, pci: str, gpu_id: int | None, deadline_s: float) -> Users:
+    """Processes that hold GTT of the GPU at `pci` ("" for any), KFD's `gpu_id`, found within `deadline_s` seconds."""
     end = time.monotonic() + deadline_s
     proc = machine.path("proc")
-    compute = _compute(machine)
+    compute = _compute(machine, gpu_id)
     found: list[User] = []
     hidden = 0
     seen: set[str] = set()  # clients: a descriptor that was handed on counts once
@@ -102,17 +102,10 @@ def _size(text: str) -> int:
     return int(match[1]) * _UNITS.get(match[2], 0) if match else 0
 
 
-def _compute(machine: Machine) -> dict[int, int]:
+def _compute(machine: Machine, gpu_id: int | None) -> dict[int, int]:
     """PID -> bytes that KFD counts for each live compute process: on an APU they are GTT."""
     folder = machine.path("sys/class/kfd/kfd/proc")
-    found = {}
-    for pid in _pids(folder):
-        try:
-            counters = [file.read_text() for file in (folder / str(pid)).glob("vram_*")]
-        except OSError:
-            continue
-        found[pid] = sum(int(text) for text in counters if text.strip().isdigit() and len(text) < 20)
-    return found
+    return {pid: machine.number(f"sys/class/kfd/kfd/proc/{pid}/vram_{gpu_id}") or 0 for pid in _pids(folder)}
 
 
 def _name(process: Path) -> str:

@@ -100,16 +100,14 @@ def _gpu_level(ctx: Context) -> str | None:
 
 
 def _on_mains(supplies: Path) -> bool | None:
-    """None where no power supply is shown, as on most desktops."""
-    online = []
+    """Whether no battery is being emptied; None where none is shown. A mouse's battery has the scope "Device"."""
     try:
         folders = sorted(supplies.iterdir())
     except OSError:
         return None
-    for folder in folders:
-        if _text(folder / "type") in ("Mains", "USB"):
-            online.append(_text(folder / "online") == "1")
-    return any(online) if online else None
+    batteries = [folder for folder in folders if _text(folder / "type") == "Battery"]
+    states = [_text(folder / "status") for folder in batteries if _text(folder / "scope") != "Device"]
+    return "Discharging" not in states if states else None
 
 
 def kernel(ctx: Context) -> Check:
@@ -142,7 +140,7 @@ def bad_kernel(release: str, version: tuple[int, int, int], ubuntu: bool, dkms: 
         return "Ubuntu's 6.17.0-20 with amdgpu-dkms fails"
     if ubuntu and version == (7, 0, 0) and 28 <= abi < 30:
         return "stalls of one second (fixed in 7.0.0-30)"
-    if not ubuntu and version == (7, 0, 12):
+    if version == (7, 0, 12):
         return "stalls of one second"
     if re.match(r"7\.1(\.0)?-?_?rc6(?!\d)", release) or re.match(r"7\.1\.0-0\.rc6\.", release):
         return "stalls of one second"

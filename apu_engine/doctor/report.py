@@ -43,6 +43,7 @@ TITLES = {  # every check's name for people, in the order of docs/doctor.md
     "runtime": "GPU runtime",
     "gpu_bandwidth": "GPU reads",
     "graph": "graph = eager",
+    "strategies": "memory strategies",
 }
 
 

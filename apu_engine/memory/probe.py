@@ -167,13 +167,15 @@ class _Slice:
 
 
 def probe(job: Job, fresh: bool = False) -> Probe:
-    """How the device reads the files of `job` in place: from the cache, unless `fresh`, else measured.
+    """How the device reads the files of `job` in place: from the cache, which `fresh` empties, else measured.
 
     Raises LoadCancelled, MappingError for a file that cannot be read, NativeError where the device cannot even
     allocate; a way that fails is a Way with a problem.
     """
     cache = Cache(_key(job))
-    kept = None if fresh else cache.read()
+    if fresh:
+        cache.forget()
+    kept = cache.read()
     if kept is not None:
         return replace(kept, cached=True)
     start = time.monotonic()

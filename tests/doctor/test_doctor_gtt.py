@@ -61,6 +61,7 @@ def test_other_users(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     process(root, 900, "python", {})
     process(root, 901, "Xorg", {})
     write(root, "sys/class/kfd/kfd/proc/900/vram_43284", f"{30 * GIB}\n")
+    write(root, "sys/class/kfd/kfd/proc/900/vram_1002", f"{9 * GIB}\n")  # of another GPU
     write(root, "sys/class/kfd/kfd/proc/900/pasid", "32771\n")
     real = os.scandir
 
@@ -82,12 +83,12 @@ def test_other_users(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_deadline(root: Path, tmp_path: Path) -> None:
     for pid in range(900, 903):
         process(root, pid, "busy", {5: ("/dev/dri/renderD128", pid, 9)})
-    assert not gtt.users(Machine(root), PCI, 0.0).finished
+    assert not gtt.users(Machine(root), PCI, None, 0.0).finished
     write(root, USED, str(30 * GIB))
     found = check(look(root, tmp_path, deadline_s=0.0), "gtt")
     assert found.verdict == "info" and "was not looked up" in found.value
 
 
 def test_this_process_is_looked_at() -> None:
-    users = gtt.users(Machine(Path("/")), "", 5.0)
+    users = gtt.users(Machine(Path("/")), "", None, 5.0)
     assert users.finished and all(user.pid != os.getpid() for user in users.found)

@@ -205,6 +205,7 @@ def test_rights(tmp_path: Path) -> None:
         ("7.0.0-29-generic", "Ubuntu", False, "bad", "7.0.0-30"),
         ("7.0.0-30-generic", "Ubuntu", False, "ok", "7.0.0-30"),
         ("7.0.12-arch1-1", "archlinux", False, "bad", "stalls"),
+        ("7.0.12-070012-generic", "Ubuntu", False, "bad", "stalls"),  # a mainline build
         ("7.0.13-arch1-1", "archlinux", False, "ok", ""),
         ("7.1.0-rc6-1-mainline", "archlinux", False, "bad", "stalls"),
         ("7.1.0-0.rc6.260514g.42.fc45.x86_64", "Red Hat", False, "bad", "stalls"),
@@ -346,6 +347,47 @@ def test_power(tmp_path: Path) -> None:
     write(root, "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver", "acpi-cpufreq\n")
     write(root, "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave\n")
     assert check(look(root, tmp_path), "power").remedy == ("sudo cpupower frequency-set -g performance",)
+
+
+def test_batteries(tmp_path: Path) -> None:
+    root = copy(TUNED, tmp_path)
+    write(root, "sys/class/power_supply/hidpp_battery_0/type", "Battery\n")
+    write(root, "sys/class/power_supply/hidpp_battery_0/scope", "Device\n")
+    write(root, "sys/class/power_supply/hidpp_battery_0/status", "Discharging\n")
+    write(root, "sys/class/power_supply/ucsi-source-psy-1/type", "USB\n")
+    write(root, "sys/class/power_supply/ucsi-source-psy-1/online", "0\n")
+    assert check(look(root, tmp_path), "power").data["mains"] is None  # a mouse and an empty socket
+    write(root, "sys/class/power_supply/BAT0/type", "Battery\n")
+    for status, mains in (("Charging", True), ("Not charging", True), ("Discharging", False)):
+        write(root, "sys/class/power_supply/BAT0/status", status + "\n")
+        assert check(look(root, tmp_path), "power").data["mains"] is mains
+
+
+def test_another_device_is_asked_for(tmp_path: Path) -> None:
+    """What ails the GPU does not matter to who uses the CPU."""
+    report = look(POINT, tmp_path, device="cpu")
+    assert {check(report, name).value for name in GPU} == {"not used with --device cpu"}
+    assert check(report, "kernel").verdict == "ok"
+    assert "bad" not in verdicts(report).values()
+    assert check(look(POINT, tmp_path, device="hip:1"), "gpu").value == "no GPU hip:1; there are 1"
+    assert check(look(POINT, tmp_path, device="hip:0"), "gpu").data["gfx"] == "gfx1150"
+
+
+def test_firmware_that_is_not_there(tmp_path: Path) -> None:
+    root = copy(STOCK, tmp_path)
+    mes = root / "sys/class/drm/card1/device/fw_version/mes_fw_version"
+    mes.write_text("0x00000000\n")
+    assert check(look(root, tmp_path), "mes").value == "none on this GPU"
+    mes.unlink()
+    assert check(look(root, tmp_path), "mes").verdict == "info"
+
+
+def test_gttsize_of_a_file(tmp_path: Path) -> None:
+    root = copy(STOCK, tmp_path)
+    write(root, "sys/module/amdgpu/parameters/gttsize", "98304\n")
+    found = check(look(root, tmp_path), "ttm")
+    assert found.verdict == "warn" and "gttsize as an option of amdgpu is deprecated" in found.value
+    assert "remove gttsize from: grep -l gttsize /etc/modprobe.d/*" in found.remedy
 
 
 def test_file_systems(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_start_ask_restart_stop(
     assert "mapped, copied 0, anonymous 0; ctx 64" in out and f"http://127.0.0.1:{port}" in out
     assert f"curl http://127.0.0.1:{port}/v1/" in out
     assert f"stop with ./rocm_start_server.sh stop --port {port}" in err
-    assert "device: cpu" in err
+    assert "device: cpu" in err and "doctor: " in err
     first = json.loads((state / f"server-{port}.json").read_text())["pid"]
 
     assert launcher.main(["status", "--port", str(port)]) == 0

@@ -1,0 +1,143 @@
+"""What `--full` finds out about memory strategies: each way of reading file pages in place, and staging, on real files.
+
+The files are the named model's, else one of noise in the models' folder, so that its file system is the one that
+matters; that file is removed again. Results of the ways replace those that `--memory auto` keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from apu_engine.doctor.context import Context
+from apu_engine.doctor.report import Check, Verdict
+from apu_engine.errors import ApuError
+
+if TYPE_CHECKING:
+    from apu_engine._native import Device
+    from apu_engine.memory.probe import Probe, Way
+    from apu_engine.memory.strategies import Job
+    from apu_engine.memory.watchdog import Task
+
+NOISE_BYTES = 128 << 20  # of the file that stands for a model
+STAGED_BYTES = 128 << 20  # of it that are staged
+_COLUMNS = 1024
+_F32 = 0
+
+
+def strategies(ctx: Context, device: Device, task: Task) -> Check:
+    """Each way's bandwidth in place as a share of device memory's, and how fast a copy is staged; all verified."""
+    from apu_engine.memory.probe import candidates, probe
+
+    with _job(ctx, device, task) as job:
+        found = probe(job, fresh=True)
+        task.beat("staging a part of a file")
+        staged, problem = _staged(job)
+    chosen = candidates("auto", "auto", found, device.props.ways)[0]
+    data = {
+        "device_gb_per_s": round(found.device_gb_per_s, 1),
+        "ways": [_numbers(found, way) for way in found.ways],
+        "staged_gib_per_s": None if problem else round(staged, 2),
+        "staged_problem": problem,
+        "auto": chosen.title,
+    }
+    told = [_told(found, way) for way in found.ways] or ["no way of reading in place"]
+    told.append(f"staged: {problem}" if problem else f"staged {staged:.1f} GiB/s")
+    value = f"auto takes {chosen.title}{': ' if chosen.why else ''}{chosen.why}; {'; '.join(told)}"
+    sound = any(not way.problem for way in found.ways)
+    verdict: Verdict = "ok"
+    remedy: tuple[str, ...] = ()
+    if problem:
+        verdict = "warn" if sound else "bad"
+        remedy = ("run with --device cpu and report this with the output of doctor --json",)
+    elif device.props.integrated and not sound:
+        verdict, remedy = "warn", ("weights will be held as a copy, which GTT must have room for: see ttm.pages_limit",)
+    return Check("strategies", verdict, value, remedy, data)
+
+
+def _told(probe: Probe, way: Way) -> str:
+    if way.problem:
+        return f"{way.title}: {way.problem}"
+    grain = "" if way.grain == "unknown" else f", {way.grain}-grained"
+    return f"{way.title} {way.gb_per_s:.1f} GB/s ({probe.share(way):.0%}{grain})"
+
+
+def _numbers(probe: Probe, way: Way) -> dict[str, object]:
+    return {
+        "name": way.name,
+        "problem": way.problem,
+        "grain": way.grain,
+        "gb_per_s": round(way.gb_per_s, 1),
+        "share": round(probe.share(way), 3),
+        "register_s_per_gib": round(way.register_s_per_gib, 3),
+        "first_touch_s_per_gib": round(way.first_touch_s_per_gib, 3),
+    }
+
+
+@contextmanager
+def _job(ctx: Context, device: Device, task: Task) -> Iterator[Job]:
+    """What the probe reads."""
+    from apu_engine import arch
+    from apu_engine.memory.strategies import Job
+    from apu_engine.weights.model_file import TensorRef
+
+    opened = ctx.opened
+    if not isinstance(opened, str):
+        refs = arch.tensors_used(opened, arch.PlanOptions(ctx=1))
+        yield Job(device, opened.files, opened.file_sizes, refs, task=task)
+        return
+    with _noise(ctx.request.folder) as path:
+        ref = TensorRef("noise", _F32, (NOISE_BYTES // 4 // _COLUMNS, _COLUMNS), 0, 0, NOISE_BYTES)
+        yield Job(device, [path], [NOISE_BYTES], [ref], task=task)
+
+
+@contextmanager
+def _noise(folder: Path) -> Iterator[Path]:
+    """A file of NOISE_BYTES in `folder`, or where that cannot be written, in the system's folder for such files."""
+    place = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", suffix=".tmp", dir=place) as file:
+        piece = np.random.default_rng(1).bytes(1 << 20)
+        for number in range(NOISE_BYTES >> 20):
+            file.write(number.to_bytes(4, "little") + piece[4:])
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)
+
+
+def _staged(job: Job) -> tuple[float, str]:
+    """GiB/s from the file to device memory through a pinned ring, and what went wrong."""
+    from apu_engine._native import Region, Stager
+    from apu_engine.memory.files import open_regular
+    from apu_engine.memory.mapping import Mapping
+    from apu_engine.memory.verify import checksum
+
+    ref = max(job.refs, key=lambda item: item.nbytes)
+    path, nbytes = job.files[ref.shard], min(ref.nbytes, STAGED_BYTES)
+    region: Region | None = None
+    fd = -1
+    try:
+        region = Region.alloc(job.device, nbytes)
+        fd, _ = open_regular(path)
+        begin = time.monotonic()
+        with Stager(job.device, min(STAGED_BYTES // 4, 32 << 20)) as stager:
+            stager.read(fd, str(path), ref.offset, nbytes, region.address)
+            stager.wait()
+        rate = nbytes / (time.monotonic() - begin) / (1 << 30)
+        found = job.device.checksum(region.address, nbytes)
+        with Mapping.open(path) as mapping:
+            expected = checksum(mapping.array(ref.offset, nbytes))
+        return rate, "" if found == expected else "the device has other bytes than the file"
+    except ApuError as error:
+        return 0.0, str(error).partition("\n")[0]
+    finally:
+        if fd >= 0:
+            os.close(fd)
+        if region is not None:
+            region.free()
