@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from apu_engine.memory.machine import Machine
 
 Look = Callable[["Context"], "Check"]
-START_DEADLINE_S = 0.02  # at a start, for looking who holds GTT
+START_DEADLINE_S = 0.03  # at a start, for looking who holds GTT
 
 
 def groups() -> tuple[tuple[str, tuple[Look, ...]], ...]:

@@ -47,13 +47,13 @@ def users(machine: Machine, pci: str, gpu_id: int | None, deadline_s: float) -> 
     found: list[User] = []
     hidden = 0
     seen: set[str] = set()  # clients: a descriptor that was handed on counts once
-    for pid in sorted({*_pids(proc), *compute}):
+    for pid in [*sorted(compute), *sorted(set(_pids(proc)) - compute.keys())]:  # the likely ones first
         if time.monotonic() > end:
             return Users(tuple(found), hidden, False)
         held = _held(proc / str(pid), pci, seen)
         if held is None:
             held = compute.get(pid, 0)
-            hidden += not held
+            hidden += not held and not _is_kernel_thread(proc / str(pid))
         if held:
             found.append(User(pid, _name(proc / str(pid)), held))
     return Users(tuple(sorted(found, key=lambda user: -user.bytes)), hidden, True)
@@ -69,31 +69,41 @@ def _pids(proc: Path) -> list[int]:
 
 def _held(process: Path, pci: str, seen: set[str]) -> int | None:
     """Bytes of GTT by the process's open DRM files; None where they may not be looked at."""
+    total = 0
     try:
         with os.scandir(process / "fd") as entries:
-            numbers = [entry.name for entry in entries]
+            numbers = [entry.name for entry in entries if _is_drm(entry.path)]
+        for number in numbers:
+            text = (process / "fdinfo" / number).read_text(errors="replace")
+            fields = dict(re.findall(r"^([\w-]+):\s*(.*?)\s*$", text, re.M))
+            if pci and fields.get("drm-pdev", pci) != pci:
+                continue
+            client = fields.get("drm-client-id", f"{process.name}/{number}")
+            if client not in seen:
+                seen.add(client)
+                total += _size(fields.get("drm-memory-gtt", "0"))
     except PermissionError:
         return None
-    except OSError:  # it ended
-        return 0
-    total = 0
-    for number in numbers:
-        try:
-            if not str((process / "fd" / number).readlink()).startswith("/dev/dri/"):
-                continue
-            text = (process / "fdinfo" / number).read_text(errors="replace")
-        except PermissionError:
-            return None
-        except OSError:
-            continue
-        fields = dict(re.findall(r"^([\w-]+):\s*(.*?)\s*$", text, re.M))
-        if pci and fields.get("drm-pdev", pci) != pci:
-            continue
-        client = fields.get("drm-client-id", f"{process.name}/{number}")
-        if client not in seen:
-            seen.add(client)
-            total += _size(fields.get("drm-memory-gtt", "0"))
+    except OSError:  # it ended, or closed that file
+        pass
     return total
+
+
+def _is_drm(descriptor: str) -> bool:
+    try:
+        return os.readlink(descriptor).startswith("/dev/dri/")  # noqa: PTH115 (a Path for each takes three times as long)
+    except PermissionError:
+        raise
+    except OSError:
+        return False
+
+
+def _is_kernel_thread(process: Path) -> bool:
+    """Those have no command line, which everyone may read, and no files."""
+    try:
+        return not (process / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _size(text: str) -> int:

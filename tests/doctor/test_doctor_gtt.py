@@ -60,13 +60,15 @@ def test_other_users(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Their descriptors cannot be read; KFD's counters can. What may be theirs is no certain leak."""
     process(root, 900, "python", {})
     process(root, 901, "Xorg", {})
+    process(root, 902, "kworker/3:1", {})
+    write(root, "proc/902/cmdline", "")
     write(root, "sys/class/kfd/kfd/proc/900/vram_43284", f"{30 * GIB}\n")
     write(root, "sys/class/kfd/kfd/proc/900/vram_1002", f"{9 * GIB}\n")  # of another GPU
     write(root, "sys/class/kfd/kfd/proc/900/pasid", "32771\n")
     real = os.scandir
 
     def scandir(path: Path) -> object:
-        if str(path).endswith(("900/fd", "901/fd")):
+        if str(path).endswith(("900/fd", "901/fd", "902/fd")):
             raise PermissionError(13, "Permission denied")
         return real(path)
 
