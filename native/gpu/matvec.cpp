@@ -22,6 +22,8 @@ static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_AC
 namespace {
 
 constexpr uint32_t kMostSteps = 4;
+constexpr uint32_t kManyUnits = 64;      // compute units of a device that one round of blocks nearly fills
+constexpr uint32_t kStepBytes = 4 << 10; // of a step: enough to be worth a block of its own
 
 const char *tuned_name(uint32_t type) {
   switch (type) {
@@ -52,7 +54,7 @@ bool is_float(uint32_t type) {
 
 // Waves of a compute unit that registers and LDS let run at once: more rows of activations take more registers.
 uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
-  const uint32_t registers = r <= 2 ? 28 : r <= 4 ? 20 : 8;
+  const uint32_t registers = r == 1 ? 32 : r == 2 ? 28 : r == 4 ? 20 : 8;
   uint32_t waves = std::min(props.threads_of_unit / props.wave_size, registers);
   if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);
   return std::max(waves, kMatvecWaves);
@@ -90,12 +92,21 @@ MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props,
     return uint32_t(sizeof(float)) * g.slices * r * set * steps * kMatvecWaves / splits;
   };
   const uint64_t sets = (rows * (pair ? 2 : 1) + set - 1) / set;
-  // A row's slices side by side, which ends soonest. Then steps, where activations are kept in registers, until the
-  // blocks just fill the device, but no more than pay: many blocks spread more evenly.
+  // A row's slices side by side, which ends soonest. Then steps: as many as it takes for all blocks to run at once,
+  // else few, since blocks that follow each other spread more evenly; on few units many, which read the activations
+  // less.
   g.splits = g.steps = 1;
   while (g.splits < kMatvecWaves && g.splits < g.slices) g.splits *= 2;
   const uint64_t resident = uint64_t(props.compute_units) * waves_of_unit(props, images + sums(1, 1), r);
-  if (kind.bytes) g.steps = uint32_t(std::clamp<uint64_t>(sets * g.splits / resident, 1, kMostSteps));
+  const uint64_t rounds = (sets * g.splits + resident - 1) / resident; // of blocks of one step
+  if (kind.bytes) {
+    const bool large = set * kItemColumns * props.wave_size / kind.elements * kind.bytes >= kStepBytes;
+    const bool many = props.compute_units >= kManyUnits;
+    if (!many || (!large && rounds <= kMostSteps))
+      g.steps = uint32_t(std::clamp<uint64_t>(rounds, 1, kMostSteps));
+    else
+      g.steps = large ? 1 : 2;
+  }
   while (g.steps > 1 && sums(g.splits, g.steps) > kMatvecSumBytes) --g.steps;
   g.block_rows = set * g.steps * kMatvecWaves / g.splits / (pair ? 2 : 1);
   g.lds = images + sums(g.splits, g.steps);
@@ -145,9 +156,10 @@ public:
       args.rows = rows * args.terms;
       args.slices = g.slices, args.splits = g.splits, args.steps = g.steps;
       uint32_t blocks = 0;
-      for (uint32_t m = 0; m < (args.pair ? 1 : args.side_count); ++m) {
-        args.sides[m].first_block = blocks;
-        blocks += (args.sides[m].w.rows + g.block_rows - 1) / g.block_rows;
+      for (uint32_t m = 0; m < kMatvecSides; ++m) {
+        const bool there = m < (args.pair ? 1 : part.sides);
+        args.first_block[m] = there ? blocks : kNone;
+        if (there) blocks += (args.sides[m].w.rows + g.block_rows - 1) / g.block_rows;
       }
       if (part.writes_up) args.sides[0].out = launcher.scratch_as<float>(Scratch::partial);
       if (part.reads_up) args.up = launcher.scratch_as<float>(Scratch::partial);
@@ -160,6 +172,7 @@ private:
   struct Part { // one launch
     MatvecKind kind{};
     MatvecArgs args{};
+    uint32_t sides = 0;
     uint64_t rows = 0; // of all its matrices, of one of a pair
     bool writes_up = false, reads_up = false;
     Kernel kernels[kMatvecRows + 1]; // by the rows they compute: 1, 2, 4, 8
@@ -174,15 +187,18 @@ private:
     args.output_rows = output_rows_;
     args.terms = product.precision == APU_PRECISION_FINE && !kind.floats ? 2 : 1;
     args.pair = pair;
+    args.plain = args.terms == 1;
     for (uint32_t m : sides) {
       const ProductSide &side = product.sides[m];
-      args.sides[args.side_count++] = {side.w, side.bias, side.out, 0};
+      args.sides[part.sides++] = {side.w, side.bias, side.out};
       if (!pair || m == 0) part.rows += side.w.rows;
+      if (side.bias) args.plain = false;
     }
     if (sides[0] == 0) {
       args.activation = uint32_t(product.activation);
       args.residual = product.residual;
       args.soft_cap = product.soft_cap;
+      if (args.activation != kActNone || args.residual || args.soft_cap != 0) args.plain = false;
     }
     part.writes_up = up_bytes_ && sides[0] == 1;
     part.reads_up = up_bytes_ && sides[0] == 0;

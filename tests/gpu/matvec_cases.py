@@ -18,6 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 WAVES, SET, FLOAT_SET, ITEM, FLOAT_ITEM, EXTRA = 4, 2, 4, 64, 32, 32  # matvec_args.h
 ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU_ERF = range(4)
+NONE = (1 << 32) - 1  # kNone
 
 
 @dataclass
@@ -116,6 +117,10 @@ class Options:
     set: int = 0  # rows of the matrix at once, 0: as the kernel's kind has them
     bucket: int = 0  # rows that the grid covers, 0: those of a
 
+    def plain(self, sides: list[Side]) -> bool:
+        added = self.pair or self.activation != ACT_NONE or self.residual is not None or self.cap
+        return not added and self.terms == 1 and all(side.bias is None for side in sides)
+
 
 def run_matvec(
     shim: Shim, name: str, a: Quantized, k: int, sides: list[Side], o: Options, x: Floats | None = None
@@ -134,7 +139,7 @@ def run_matvec(
     if not floats:
         lds += WAVES * SET * (lanes_k // elements * size + EXTRA)
     outs: list[Buffer] = []
-    fields, first = [], 0
+    fields, firsts, first = [], [], 0
     for m, side in enumerate(sides):
         n = len(side.weights)
         if not (o.pair and m):
@@ -144,9 +149,9 @@ def run_matvec(
                 "w": make_matrix(shim, side, k),
                 "bias": shim.input(side.bias) if side.bias is not None else 0,
                 "out": outs[-1] if not (o.pair and m) else 0,
-                "first_block": first,
             }
         )
+        firsts.append(NONE if o.pair and m else first)
         if not (o.pair and m):
             first += -(-n // block_rows)
     args = shim.args(
@@ -154,7 +159,7 @@ def run_matvec(
         counts=shim.input(shim.args("StepCounts", rows=rows, outputs=0)),
         **{"in": make_activations(shim, a, k, x)},
         sides=fields + [{}] * (4 - len(fields)),
-        side_count=len(sides),
+        first_block=firsts + [NONE] * (4 - len(sides)),
         activation=o.activation,
         pair=int(o.pair),
         up=shim.input(o.up) if o.up is not None else 0,
@@ -166,6 +171,7 @@ def run_matvec(
         slices=slices,
         splits=o.splits,
         steps=o.steps,
+        plain=int(o.plain(sides)),
     )
     groups = -(-bucket * o.terms // o.r)
     shim.launch(f"{name}_r{o.r}", (first, groups), WAVES * shim.wave, args, lds)

@@ -47,7 +47,7 @@ template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a
 }
 
 #define APU_EXPERT_MATVEC(name, Product)                                                                               \
-  APU_KERNEL(kMatvecWaves *kWaveSize) void expert_matvec_##name(ExpertMatvecArgs args) {                               \
+  APU_KERNEL_OF(kMatvecWaves *kWaveSize, Product::blocks(1)) void expert_matvec_##name(ExpertMatvecArgs args) {        \
     expert_matvec<Product>(args);                                                                                      \
   }
 

@@ -76,10 +76,10 @@ APU_DEVICE u32 wave_id() { // of the block
 // SharedAddress: a place in LDS, to which offsets are added; cheaper in loops than a pointer on NVIDIA.
 // shared_address(p), all lanes take part; shared_load(a) -> u32, of a multiple of 4; shared_load16(a),
 // shared_load_u8(a).
-// Bulk copies, where kBulkCopy: one lane has the hardware copy a multiple of 16 bytes, which a barrier of 8 bytes in
-// LDS counts. bulk_init(barrier), then wave_sync(); for each round bulk_expect(barrier, bytes), bulk_copy(to, global,
-// bytes, barrier) for all of them; all lanes bulk_wait(barrier, round % 2). LDS is free for the next round after a
-// wave_sync().
+// Bulk copies, where kBulkCopy: lanes have the hardware copy multiples of 16 bytes, which a barrier of 8 bytes in LDS
+// counts. bulk_init(barrier, lanes), then wave_sync(); for each round so many lanes bulk_expect(barrier, bytes),
+// perhaps none, and bulk_copy(to, global, bytes, barrier) as many; all lanes bulk_wait(barrier, round % 2). LDS is free
+// for the next round after a wave_sync().
 //
 // hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
 // kGridCopies, kSignCopies: how many copies of a codebook's tables in LDS pay, where every lane looks up its own entry.

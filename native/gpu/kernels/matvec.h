@@ -1,13 +1,15 @@
 // Products of a quantised matrix with 1 to 8 rows of int8 activations: the frame, over a Format that knows one type.
 //
-// A wave copies the bytes of a few matrix rows (a set) as they lie in the file into LDS of its own, by a bulk copy, or
+// A wave copies the bytes of a few matrix rows (a set) as they lie in the file into LDS of its own, by bulk copies, or
 // 16 aligned bytes a lane through registers while it multiplies the set before. A lane owns the same 64 columns (an
 // item) of every row and keeps their activations in registers, so a row costs its own bytes and nothing else. Sums of
 // waves meet in LDS once, at the end of the block, where bias, activation, residual and cap are applied and rows are
 // written side by side. Bytes moved: the matrix once for each 8 rows of activations; the activations once for each
 // block, from cache.
-// Measured on an H200 at 14336x4096, one row, best geometry of several, as a share of a plain read kernel: Q8_0 .88,
-// Q4_0 .79, Q4_K .78, Q6_K .75; before bulk copies Q4_1 .79 there and at 128256x4096 Q8_0 .95, Q4_0 .91, Q6_K .87.
+// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q8_0 .84, Q4_0 .78, Q4_1, Q6_K .77,
+// Q4_K .76, Q5_K .73; at 128256x4096 .86 to .91. Of a launch of ten microseconds every tenth passes before all waves
+// have asked for weights, and as much after the last ones have come: the code to the first copy and from the last sum
+// is short, and its arguments lie together.
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
@@ -191,7 +193,7 @@ template <u32 kSet> struct WaveRows {
       a.first[q] = data + u64(first_row + row + a.row_of(0, q)) * u32(work.w.row_stride);
     }
     a.low = a.high = 0;
-    if (!a.products) {
+    if (!a.products) [[unlikely]] {
       const u32 step = lane_id() / kSet, q = lane_id() % kSet, at = a.row_of(step, q);
       if (step < work.steps && at < a.left) {
         const u8 *p = matrix_row(work.w, first_row + row + at);
@@ -214,109 +216,116 @@ template <u32 kSet> struct WaveRows {
   }
 };
 
+// The same for bulk copies, which lanes begin: that of lane step * kSet + q copies row q of set `step`.
+template <u32 kSet> struct LaneRows {
+  u32 low, high; // address, 0 beyond the matrix
+
+  static APU_METHOD LaneRows of(const MatvecWork &work, u32 first_row, u32 group, u32 groups) {
+    const u32 rows = work.pair ? kSet / 2 : kSet, step = lane_id() / kSet, q = lane_id() % kSet;
+    const u32 row = work.row_begin + (step * groups + group) * rows + (work.pair ? q / 2 : q);
+    const bool up = work.pair && q % 2;
+    Matrix w; // chosen value by value: a choice between places would be kept in memory
+    w.data = up ? work.w2.data : work.w.data;
+    w.row_stride = up ? work.w2.row_stride : work.w.row_stride;
+    w.segments = up ? work.w2.segments : work.w.segments;
+    w.segment_count = up ? work.w2.segment_count : work.w.segment_count;
+    u64 p = 0;
+    if (step < work.steps && row < work.row_end) p = reinterpret_cast<u64>(matrix_row(w, first_row + row));
+    return {u32(p), u32(p >> 32)};
+  }
+  APU_METHOD u32 low_at(u32 step, u32 q) const { return wave_read(low, step * kSet + q); }
+  APU_METHOD bool aligned() const { return !wave_any(low % 16 != 0); }
+};
+
+template <u32 kSet, bool Bulk> struct RowsOfSets {
+  using Type = WaveRows<kSet>;
+};
+template <u32 kSet> struct RowsOfSets<kSet, true> {
+  using Type = LaneRows<kSet>;
+};
+
 // The block's LDS sums begin here.
 template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
   constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   return reinterpret_cast<float *>(dynamic_shared() + kMatvecWaves * kMatvecSet * (kSliceBytes + kRowImageExtra));
 }
 
-// All threads of the block; `rows` are those of activations. Ends with a barrier.
-template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
-  constexpr u32 kSet = kMatvecSet;
-  constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
-  constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
+// The sets of a slice of rows, one after the other: copies to LDS, and products from there.
+template <class Format, u32 R, bool Bulk = kBulkCopy> struct SliceSets {
+  static constexpr u32 kSet = kMatvecSet;
+  static constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
+  static constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
   static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
   // Without bulk copies the next set waits in registers while one is multiplied, where there are enough.
-  constexpr bool kHold = !kBulkCopy && R <= 2;
-  constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
-  const u32 wave = wave_uniform(wave_id()), lane = lane_id();
-  const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift();
-  const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
-  const u32 row_bytes = k / Format::kElements * Format::kBytes;
-  const u32 set_rows = groups * work.steps * kSet;
-  u8 *images = dynamic_shared() + wave * (kSet * kImage);
-  const SharedAddress shared_images = shared_address(images);
-  float *sums = matvec_sums<Format, R>();
-  const SharedAddress barrier = shared_images; // in the lead of the first image
-  u32 rounds = 0;                              // of copies
-  if constexpr (kBulkCopy) {
-    if (lane == 0) bulk_init(barrier);
-    wave_sync();
-  }
-  if constexpr (requires { Format::prepare(); }) {
-    Format::prepare();
-    block_sync();
-  }
+  static constexpr bool kHold = !Bulk && R <= 2;
+  static constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
+  // A loop for aligned rows and one for others, or with sets in registers, which two loops would keep twice, a choice
+  // in one loop.
+  static constexpr bool kTwoLoops = Bulk && Format::kAligned;
 
-  for (u32 i = wave & (work.splits - 1); i < work.slices * work.slots; i += work.splits) {
-    const MatvecSlice part = MatvecSlice::of(work, i);
-    const u32 slice = part.slice;
-    const WaveRows<kSet> matrix = WaveRows<kSet>::of(work, part.first_row, group, groups);
-    const u32 bytes = row_bytes - slice * kSliceBytes < kSliceBytes ? row_bytes - slice * kSliceBytes : kSliceBytes;
-    auto place = [&](u32 q) { return q * kImage + 16; };
-    auto put_row = [&](const u32x4 *held, u8 *to) { // what was not fetched too: nobody reads it
+  u8 *images; // of the wave
+  SharedAddress shared_images;
+  u32 phase; // of copies
+  typename RowsOfSets<kSet, Bulk>::Type matrix;
+  u32 slice, bytes;
+  u32x4 held[kHold ? kSet : 1][Bulk ? 1 : kChunks];
+
+  static APU_METHOD u32 place(u32 q) { return q * kImage + 16; }
+  APU_METHOD void put_row(const u32x4 *from, u8 *to) const { // what was not fetched too: nobody reads it
 #pragma unroll
-      for (u32 c = 0; c < kChunks; ++c) {
-        const u32 at = c * kWaveSize + lane;
-        if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1) store16(to + 16 * at, held[c]);
+    for (u32 c = 0; c < kChunks; ++c) {
+      const u32 at = c * kWaveSize + lane_id();
+      if ((c + 1) * kWaveSize <= kImage / 16 - 1 || at < kImage / 16 - 1)
+        store16(to + 16 * lane_id() + c * kWaveSize * 16, from[c]);
+    }
+  }
+  // Begins to fetch the set `step`. Bulk copies have a barrier, in the lead of the first image.
+  APU_METHOD void fetch(u32 step) {
+    if constexpr (Bulk) {
+      if (lane_id() / kSet == step) {
+        const u64 p = u64(matrix.high) << 32 | matrix.low;
+        const u32 size = p ? (matrix.low % 16 + bytes + 15) & ~15u : 0;
+        bulk_expect(shared_images, size);
+        if (p)
+          bulk_copy(shared_images + place(lane_id() % kSet),
+                    reinterpret_cast<const u8 *>((p & ~u64(15)) + slice * kSliceBytes), size, shared_images);
       }
-    };
-    u32x4 held[kHold ? kSet : 1][kBulkCopy ? 1 : kChunks];
-    auto fetch = [&](u32 step) {
-      if (step >= work.steps) return;
-      const u8 *from[kSet]; // null beyond the matrix
-      u32 size[kSet], all = 0;
+    } else {
 #pragma unroll
       for (u32 q = 0; q < kSet; ++q) {
-        const u8 *p = matrix.at(step, q);
-        const u32 low = u32(reinterpret_cast<u64>(p));
-        from[q] = p ? reinterpret_cast<const u8 *>(reinterpret_cast<u64>(p) & ~u64(15)) + slice * kSliceBytes : nullptr;
-        size[q] = p ? (low % 16 + bytes + 15) & ~15u : 0;
-        all += size[q];
-      }
-      if constexpr (kBulkCopy) {
-        if (lane == 0) {
-          bulk_expect(barrier, all);
-#pragma unroll
-          for (u32 q = 0; q < kSet; ++q)
-            if (from[q]) bulk_copy(shared_images + place(q), from[q], size[q], barrier);
-        }
-        return;
-      }
-#pragma unroll
-      for (u32 q = 0; q < kSet; ++q) {
+        const u8 *p = matrix.at(step, q); // null beyond the matrix
+        const u32 low = u32(reinterpret_cast<u64>(p)), size = p ? low % 16 + bytes : 0;
+        const u8 *from = reinterpret_cast<const u8 *>(reinterpret_cast<u64>(p) & ~u64(15)) + slice * kSliceBytes;
         u32x4 *row = held[kHold ? q : 0];
-        const i32 mine = i32(size[q]) - i32(16 * lane); // bytes from this lane's first on
+        const i32 mine = i32(size) - i32(16 * lane_id()); // bytes from this lane's first on
 #pragma unroll
         for (u32 c = 0; c < kChunks; ++c)
-          if (mine > i32(16 * c * kWaveSize)) row[c] = load16_stream(from[q] + 16 * lane + c * kWaveSize * 16);
+          if (mine > i32(16 * c * kWaveSize)) row[c] = load16_stream(from + 16 * lane_id() + c * kWaveSize * 16);
         if (!kHold) put_row(row, images + place(q));
       }
-    };
-
-    fetch(0);
-    const u32 item = slice * kWaveSize + lane;
-    const bool whole = k % kItemColumns == 0; // items
-    const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
-    typename Format::X x[R];
-    if (valid) {
-#pragma unroll
-      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), item);
     }
-    for (u32 step = 0; step < work.steps; ++step) {
-      if constexpr (kBulkCopy) {
-        bulk_wait(barrier, rounds & 1);
-        ++rounds;
+  }
+
+  // Products of all sets; `sums` are those of the slice and of the group of waves. `Aligned` rows are known to be so;
+  // of others those are, where all items are `whole`, that begin where an aligned row would.
+  template <bool Aligned>
+  APU_METHOD void multiply(const typename Format::X (&x)[R], u32 steps, bool valid, bool full, bool whole, float *sums,
+                           u32 set_rows, u32 step_rows) {
+#pragma unroll 1
+    for (u32 step = 0; step < steps; ++step) {
+      if constexpr (Bulk) {
+        bulk_wait(shared_images, phase);
+        phase ^= 1;
       }
       if constexpr (kHold) {
 #pragma unroll
         for (u32 q = 0; q < kSet; ++q) put_row(held[q], images + place(q));
-        fetch(step + 1);
+        if (step + 1 < steps) fetch(step + 1);
       }
       wave_sync();
       u32 starts[kSet]; // of the slices in their images
 #pragma unroll
-      for (u32 q = 0; q < kSet; ++q) starts[q] = 16 + matrix.low_at(step, q) % 16;
+      for (u32 q = 0; q < kSet; ++q) starts[q] = 16 + (Aligned ? 0 : matrix.low_at(step, q) % 16);
 #pragma unroll kSumTogether == kSet ? kSet : 1
       for (u32 q0 = 0; q0 < kSet; q0 += kSumTogether) {
         float sum[kSumTogether * R];
@@ -329,28 +338,75 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
 #pragma unroll
           for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? starts[other] : at;
           const RowImage image{shared_images + (place(q0 + q) - 16), at};
+          constexpr bool kEither = Format::kAligned && !kTwoLoops;
           if (valid) {
-            if constexpr (Format::kAligned) {
-              if (at == 16 && whole)
-                Format::template multiply<true, R>(image, lane, x, part, full);
-              else
-                Format::template multiply<false, R>(image, lane, x, part, full);
-            } else {
-              Format::template multiply<false, R>(image, lane, x, part, full);
-            }
+            if constexpr (Aligned)
+              Format::template multiply<true, R>(image, lane_id(), x, part, full);
+            else if (kEither && at == 16 && whole)
+              Format::template multiply<kEither, R>(image, lane_id(), x, part, full);
+            else
+              Format::template multiply<false, R>(image, lane_id(), x, part, full);
           }
 #pragma unroll
           for (u32 r = 0; r < R; ++r) sum[q * R + r] = part[r];
         }
         const float total = wave_sums(sum);
         constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
-        const u32 value = lane / kLanes;
-        if (lane % kLanes == 0)
-          sums[(i * R + value % R) * set_rows + (step * groups + group) * kSet + q0 + value / R] = total;
+        const u32 value = lane_id() / kLanes;
+        if (lane_id() % kLanes == 0) sums[value % R * set_rows + step * step_rows + q0 + value / R] = total;
       }
       wave_sync();
-      if constexpr (!kHold) fetch(step + 1);
+      if constexpr (!kHold) {
+        if (step + 1 < steps) fetch(step + 1);
+      }
     }
+  }
+};
+
+// All threads of the block; `rows` are those of activations. Ends with a barrier.
+template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
+  using Sets = SliceSets<Format, R>;
+  const u32 wave = wave_uniform(wave_id()), lane = lane_id();
+  const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift();
+  const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
+  const u32 row_bytes = k / Format::kElements * Format::kBytes;
+  const u32 step_rows = groups * Sets::kSet, set_rows = step_rows * work.steps;
+  float *sums = matvec_sums<Format, R>();
+  Sets sets;
+  sets.phase = 0;
+  sets.images = dynamic_shared() + wave * (Sets::kSet * Sets::kImage);
+  sets.shared_images = shared_address(sets.images);
+  if constexpr (kBulkCopy) {
+    if (lane == 0) bulk_init(sets.shared_images, Sets::kSet);
+    wave_sync();
+  }
+  if constexpr (requires { Format::prepare(); }) {
+    Format::prepare();
+    block_sync();
+  }
+
+  for (u32 i = wave & (work.splits - 1); i < work.slices * work.slots; i += work.splits) {
+    const MatvecSlice part = MatvecSlice::of(work, i);
+    const u32 slice = sets.slice = part.slice, left = row_bytes - slice * Sets::kSliceBytes;
+    sets.matrix = decltype(sets.matrix)::of(work, part.first_row, group, groups);
+    sets.bytes = left < Sets::kSliceBytes ? left : Sets::kSliceBytes;
+    sets.fetch(0);
+    const u32 item = slice * kWaveSize + lane;
+    const bool valid = item < items, full = item * kItemColumns + kItemColumns / 2 < k;
+    typename Format::X x[R];
+    if (valid) {
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), item);
+    }
+    float *to = sums + i * R * set_rows + group * Sets::kSet;
+    const bool whole = k % kItemColumns == 0; // items
+    if constexpr (Sets::kTwoLoops) {
+      if (whole && sets.matrix.aligned()) {
+        sets.template multiply<true>(x, work.steps, valid, full, whole, to, set_rows, step_rows);
+        continue;
+      }
+    }
+    sets.template multiply<false>(x, work.steps, valid, full, whole, to, set_rows, step_rows);
   }
   block_sync();
 }
@@ -358,78 +414,81 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
 // The sum over slices for activation row r and row i of the block.
 template <u32 R> APU_DEVICE float matvec_total(const float *sums, u32 slices, u32 set_rows, u32 r, u32 i) {
   float total = sums[r * set_rows + i];
+#pragma unroll 1
   for (u32 slice = 1; slice < slices; ++slice) total += sums[(slice * R + r) * set_rows + i];
   return total;
-}
-
-// Bias, cap, residual and store of one result.
-APU_DEVICE void matvec_store(const MatvecArgs &a, const MatvecSide &side, bool first, u32 t, u32 n, float y) {
-  const u64 at = u64(t) * side.w.rows + n;
-  if (first) {
-    if (a.activation && !a.pair) y = gated_activation(a.activation, y, a.up[at]);
-    if (a.soft_cap != 0) y = soft_cap(y, a.soft_cap);
-    if (a.residual) y = a.residual[at] + y;
-  }
-  side.out[at] = y;
 }
 
 // How `matvec` computes a block: quantised matrices here, float ones in matvec_float.h.
 template <class Format> struct QuantizedProduct {
   static constexpr u32 kSet = kMatvecSet;
+  static constexpr u32 blocks(u32 r) { return r == 1 ? 8 : r == 2 ? 6 : r == 4 ? 3 : 2; } // of a unit, without spills
   template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     matvec_block<Format, R>(work, rows);
   }
 };
 
-// Blocks in x walk over the rows of all matrices, blocks in y over groups of R activation rows.
+// Blocks in x walk over the rows of all matrices, blocks in y over groups of R activation rows. Each way through the
+// code is short and rarely jumps: a launch of a few microseconds begins with no instructions in cache either.
 template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   constexpr u32 kSet = Product::kSet;
-  const u32 begin = block_id_y() * R;
+  const u32 begin = block_id_y() * R, block = block_id();
   const u32 count = a.output_rows ? a.counts->outputs : a.counts->rows; // first and used last: nothing waits for it
-  MatvecSide side = a.sides[0];
-  bool first = true;
-  if (!a.pair && a.side_count > 1) {
+  u32 m = 0;
 #pragma unroll
-    for (u32 m = 1; m < kMatvecSides; ++m) {
-      if (m >= a.side_count || block_id() < a.sides[m].first_block) continue;
-      side = a.sides[m];
-      first = false;
-    }
-  }
+  for (u32 i = 1; i < kMatvecSides; ++i) m += block >= a.first_block[i];
+  const MatvecSide side = a.sides[m];
   const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * kSet;
-  const u32 block_rows = a.pair ? set_rows / 2 : set_rows, row_begin = (block_id() - side.first_block) * block_rows;
+  const u32 block_rows = a.pair ? set_rows / 2 : set_rows, row_begin = (block - a.first_block[m]) * block_rows;
   Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
                            ActivationRows{a.in, begin, a.rows - 1});
 
   const float *sums = Product::template sums<R>();
   const u32 term_shift = a.terms - 1; // 8 rows of two terms are 4 of out
+#pragma unroll 1
   for (u32 t = wave_id(); t < R >> term_shift; t += kMatvecWaves) {
     const u32 row = (begin >> term_shift) + t;
     if (row >= count) break;
-    auto total = [&](u32 i) {
-      float y = matvec_total<R>(sums, a.slices, set_rows, t << term_shift, i);
-      if (a.terms == 2) y += matvec_total<R>(sums, a.slices, set_rows, t * 2 + 1, i);
-      return y;
-    };
+#pragma unroll 1
     for (u32 j = lane_id(); j < block_rows; j += kWaveSize) {
       const u32 n = row_begin + j;
       if (n >= side.w.rows) break;
-      float y = total(a.pair ? 2 * j : j);
-      if (side.bias) y += side.bias[n];
-      if (a.pair) {
-        float up = total(2 * j + 1);
-        if (a.sides[1].bias) up += a.sides[1].bias[n];
-        y = gated_activation(a.activation, y, up);
+      const u64 at = u64(row) * side.w.rows + n;
+      auto total = [&](u32 i) {
+        float y = matvec_total<R>(sums, a.slices, set_rows, t << term_shift, i);
+        if (a.terms == 2) y += matvec_total<R>(sums, a.slices, set_rows, t * 2 + 1, i);
+        return y;
+      };
+      float y;
+      if (a.plain) {
+        y = matvec_total<R>(sums, a.slices, set_rows, t, j);
+      } else {
+        y = total(a.pair ? 2 * j : j);
+        if (side.bias) y += side.bias[n];
+        if (m == 0) { // what is done to side 0
+          if (a.activation) {
+            float up;
+            if (a.pair) {
+              up = total(2 * j + 1);
+              if (a.sides[1].bias) up += a.sides[1].bias[n];
+            } else {
+              up = a.up[at];
+            }
+            y = gated_activation(a.activation, y, up);
+          }
+          if (a.soft_cap != 0) y = soft_cap(y, a.soft_cap);
+          if (a.residual) y = a.residual[at] + y;
+        }
       }
-      matvec_store(a, side, first, row, n, y);
+      side.out[at] = y;
     }
   }
 }
 
 // Entry points of a type: matvec_<name>_r1, _r2, _r4 and _r8.
 #define APU_MATVEC_KERNEL(name, Product, R)                                                                            \
-  APU_KERNEL(kMatvecWaves *kWaveSize) void matvec_##name##_r##R(MatvecArgs args) {                                     \
+  APU_KERNEL_OF(kMatvecWaves *kWaveSize, Product::blocks(R)) void matvec_##name##_r##R(MatvecArgs args) {              \
     matvec<Product, R>(args);                                                                                          \
   }
 #define APU_MATVEC_ROWS(name, Product)                                                                                 \

@@ -30,6 +30,7 @@ struct UnpackBlock {
 
 template <bool Exact> struct UnpackedProduct {
   static constexpr u32 kSet = kMatvecSet;
+  static constexpr u32 blocks(u32) { return 0; } // as many as the compiler sees fit
   template <u32 R> static APU_METHOD float *sums() { return reinterpret_cast<float *>(dynamic_shared()); }
 
   static APU_METHOD float add(const Block &block, const ActivationRow &row, u32 column, float sum) {

@@ -22,25 +22,26 @@ struct MatvecSide {
   Matrix w;
   const float *bias; // (N) or null
   float *out;        // (T, N)
-  u32 first_block;
 };
 
+// What the first copies of weights wait for comes first: a launch begins with no arguments in cache.
 struct MatvecArgs {
-  const StepCounts *counts;
-  Activations in; // (T * terms) rows
+  u32 slices;                    // of a row
+  u32 splits;                    // waves that share a row, a divisor of kMatvecWaves
+  u32 steps;                     // row sets that a wave computes, one after the other
+  u32 first_block[kMatvecSides]; // of a side; kNone of those that are not there, and of up
+  u32 pair;                      // sides 0 and 1 are gate and up, out is of side 0
+  u32 rows;                      // of `in` that may be read, at least those that count
+  u32 terms;                     // rows of `in` that are added to one of out: 1, or 2 in precision "fine"
+  u32 output_rows;               // rows are counted by counts->outputs
+  u32 plain;                     // out is the product and nothing else: one term, no bias and so on
   MatvecSide sides[kMatvecSides];
-  u32 side_count;
+  Activations in; // (T * terms) rows
+  const StepCounts *counts;
   u32 activation;        // ActivationKind
-  u32 pair;              // sides 0 and 1 are gate and up, out is of side 0
+  float soft_cap;        // of side 0, 0 for none
   const float *up;       // (T, N) computed before, where there is an activation and no pair
   const float *residual; // (T, N) of side 0 or null
-  float soft_cap;        // of side 0, 0 for none
-  u32 terms;             // rows of `in` that are added to one of out: 1, or 2 in precision "fine"
-  u32 output_rows;       // rows are counted by counts->outputs
-  u32 rows;              // of `in` that may be read, at least those that count
-  u32 slices;            // of a row
-  u32 splits;            // waves that share a row, a divisor of kMatvecWaves
-  u32 steps;             // row sets that a wave computes, one after the other
 };
 
 // Dynamic LDS of a block: images of the staged rows (quantised matrices), then a float for each slice, activation row

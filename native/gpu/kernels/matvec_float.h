@@ -36,6 +36,7 @@ struct BF16Weights {
 
 template <class Weights> struct FloatProduct {
   static constexpr u32 kSet = kFloatSet, kWords = Weights::kWords;
+  static constexpr u32 blocks(u32) { return 0; } // as many as the compiler sees fit
 
   template <u32 R> static APU_METHOD float *sums() { return reinterpret_cast<float *>(dynamic_shared()); }
 

@@ -236,8 +236,9 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-APU_DEVICE void bulk_init(SharedAddress barrier) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+APU_DEVICE void bulk_init(SharedAddress barrier, u32 lanes) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier), "r"(lanes)
+               : "memory");
 }
 APU_DEVICE void bulk_expect(SharedAddress barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -242,31 +242,38 @@ APU_DEVICE u32x4 shared_load16(SharedAddress a) {
 APU_DEVICE u32 shared_load_u8(SharedAddress a) {
   return *a;
 }
-// The barrier holds the rounds begun and the bytes still to be asked for. Copies are under way until the wait.
-APU_DEVICE void bulk_init(SharedAddress barrier) {
-  std::memset(barrier, 0, 8);
+// Copies are under way until the wait.
+struct BulkBarrier {
+  u8 lanes, expected; // that expect copies in each round, that did so in this one
+  u16 rounds;         // begun by all of them
+  u32 bytes;          // still to be asked for
+};
+static_assert(sizeof(BulkBarrier) == 8);
+APU_DEVICE void bulk_init(SharedAddress barrier, u32 lanes) {
+  *reinterpret_cast<BulkBarrier *>(barrier) = {u8(lanes), 0, 0, 0};
 }
 APU_DEVICE void bulk_expect(SharedAddress barrier, u32 bytes) {
-  u32 *state = reinterpret_cast<u32 *>(barrier);
-  if (state[1]) shim::fail("bulk_expect: the round before has not all its copies");
-  ++state[0];
-  state[1] = bytes;
+  BulkBarrier &b = *reinterpret_cast<BulkBarrier *>(barrier);
+  if (b.expected == 0 && b.bytes) shim::fail("bulk_expect: the round before has not all its copies");
+  b.bytes += bytes;
+  if (++b.expected == b.lanes) b.expected = 0, ++b.rounds;
 }
 APU_DEVICE void bulk_copy(SharedAddress to, const void *global, u32 bytes, SharedAddress barrier) {
   shim_check16(to);
   shim_check16(global);
-  u32 *state = reinterpret_cast<u32 *>(barrier);
-  if (bytes % 16 || bytes > state[1]) shim::fail("bulk_copy: bytes that were not expected");
-  state[1] -= bytes;
+  BulkBarrier &b = *reinterpret_cast<BulkBarrier *>(barrier);
+  if (bytes % 16 || bytes > b.bytes) shim::fail("bulk_copy: bytes that were not expected");
+  b.bytes -= bytes;
   if (shim::run->reverse)
     std::memcpy(to, global, bytes);
   else
     shim::run->bulk.push_back({to, global, bytes, barrier});
 }
 APU_DEVICE void bulk_wait(SharedAddress barrier, u32 parity, u32 line = __builtin_LINE()) {
-  wave_sync(line); // the lane that copies comes here too, after it has asked for all
-  const u32 *state = reinterpret_cast<const u32 *>(barrier);
-  if (state[1] || !state[0] || (state[0] - 1) % 2 != parity) shim::fail("bulk_wait: a round that never ends");
+  wave_sync(line); // the lanes that copy come here too, after they have asked for all
+  const BulkBarrier &b = *reinterpret_cast<const BulkBarrier *>(barrier);
+  if (b.expected || b.bytes || !b.rounds || (b.rounds - 1) % 2 != parity)
+    shim::fail("bulk_wait: a round that never ends");
   std::vector<shim::BulkCopy> left;
   for (const shim::BulkCopy &copy : shim::run->bulk) {
     if (copy.barrier == barrier)
