@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from apu_engine.config import EngineConfig
     from apu_engine.engine.job import SamplingParams, Timings
     from apu_engine.engine.llm import LLM, Completion, Generation
-    from apu_engine.errors import ApuError, BudgetError, ConfigError, FormatError, MappingError, ModelError
+    from apu_engine.errors import ApuError, BudgetError, ConfigError, FormatError, GpuError, MappingError, ModelError
 
 _HOMES = {
     "LLM": "apu_engine.engine.llm",
@@ -31,6 +31,7 @@ _HOMES = {
     "BudgetError": "apu_engine.errors",
     "ConfigError": "apu_engine.errors",
     "FormatError": "apu_engine.errors",
+    "GpuError": "apu_engine.errors",
     "MappingError": "apu_engine.errors",
     "ModelError": "apu_engine.errors",
 }
@@ -44,6 +45,7 @@ __all__ = [
     "EngineConfig",
     "FormatError",
     "Generation",
+    "GpuError",
     "MappingError",
     "ModelError",
     "SamplingParams",

@@ -442,6 +442,18 @@ def kernels_wanted(environment: Mapping[str, str] | None = None) -> str | None:
     return environment.get(spec("kernels").env) or None
 
 
+def hip_library_wanted(environment: Mapping[str, str] | None = None) -> str | None:
+    """The libamdhip64 that the environment names (APU_HIP_LIBRARY)."""
+    environment = os.environ if environment is None else environment
+    return environment.get("APU_HIP_LIBRARY") or None
+
+
+def library_folders(environment: Mapping[str, str] | None = None) -> tuple[str, list[str]]:
+    """(ROCM_PATH or "", folders of LD_LIBRARY_PATH)."""
+    environment = os.environ if environment is None else environment
+    return environment.get("ROCM_PATH", ""), [f for f in environment.get("LD_LIBRARY_PATH", "").split(":") if f]
+
+
 def sysroot_wanted(environment: Mapping[str, str] | None = None) -> str | None:
     """The folder that stands for / where this machine's /proc, /sys and /dev are read (APU_SYSROOT): for tests only."""
     environment = os.environ if environment is None else environment

@@ -1,28 +1,23 @@
-"""Which device runs the model, and why: hip where it is usable, else cpu.
+"""Which device runs the model, and why: hip where there is an AMD GPU with kernels for it, else cpu.
 
 "auto" asks the HIP runtime only where the kernel shows an AMD GPU, so that other machines load no library. A GPU that
-is there but cannot be used is never passed over in silence: the reason says what is missing and how to get it.
+is there but cannot be used is never passed over for the CPU: GpuError says what is missing and how to get it, and
+`--device cpu` goes on without. Which copy of the runtime is opened is runtime.py's choice, and part of the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import grp
-import importlib.util
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apu_engine.errors import ConfigError
+from apu_engine.errors import ConfigError, GpuError
+from apu_engine.memory.machine import AmdGpu, Machine
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
+    from apu_engine.runtime import Chosen
 
-_KFD = Path("/dev/kfd")
-_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 _REQUEST = re.compile(r"(auto|cpu|hip|cuda)(?::(\d{1,4}))?")
 
 
@@ -50,7 +45,8 @@ def open_device(
 ) -> tuple[Device, Choice]:
     """The open device for "auto", "cpu", "hip[:N]" or "cuda[:N]". `kernels` is a GPU's, the other options the cpu's.
 
-    Raises ConfigError when the request names a device that this build or machine cannot offer.
+    Raises ConfigError when the request names a device that this build or machine cannot offer, GpuError when "auto"
+    finds an AMD GPU that cannot be used.
     """
     device, choice = _find(request, kernels)
     if device is None:
@@ -78,73 +74,78 @@ def _find(request: str, kernels: str | None) -> tuple[Device | None, Choice]:
         return None, Choice("cpu", 0, "as asked")
     if kind == "auto":
         return _find_any(kernels)
-    device, problem = _open(kind, index, kernels)
+    machine = Machine()
+    gpus = machine.amd_gpus() if kind == "hip" else ()
+    gpu = gpus[index] if index < len(gpus) else None
+    device, problem, runtime = _open(kind, index, kernels, gpu, machine)
     if device is None:
-        hint = _rights() if kind == "hip" else ""
+        hint = _what_helps(machine, gpu, runtime) if gpu is not None else ""
         raise ConfigError(f"--device {request}: {problem}{hint and '; ' + hint}", "device")
-    return device, Choice(kind, index, "as asked")
+    return device, Choice(kind, index, f"as asked{_with(runtime)}")
 
 
 def _find_any(kernels: str | None) -> tuple[Device | None, Choice]:
-    gpu = amd_gpu()
-    if gpu is None:
-        absent = "/dev/kfd is absent" if not _KFD.exists() else "none in /sys/class/kfd"
+    machine = Machine()
+    gpus = machine.amd_gpus()
+    if not gpus:
+        absent = "none in /sys/class/kfd" if machine.has_kfd else "/dev/kfd is absent"
         return None, Choice("cpu", 0, f"no AMD GPU: {absent}")
-    device, problem = (None, rights) if (rights := _rights()) else _open("hip", 0, kernels)
-    if device is None:
-        return None, Choice("cpu", 0, f"{gpu} is present, but {problem}")
-    return device, Choice("hip", 0, "the first GPU that the runtime shows")
+    from apu_engine.doctor.gpu_checks import tier
+
+    gpu = next((gpu for gpu in gpus if tier(gpu.gfx) != "not supported"), None)
+    if gpu is None:
+        return None, Choice("cpu", 0, f"{gpus[0].gfx} is present, but there are no kernels for it")
+    problem, runtime = _locked_out(machine, gpu), None
+    if not problem:
+        device, problem, runtime = _open("hip", 0, kernels, gpu, machine)
+        if device is not None:
+            return device, Choice("hip", 0, f"the first GPU that the runtime shows{_with(runtime)}")
+        hint = _what_helps(machine, gpu, runtime)
+        problem += f"; {hint}" if hint else ""
+    raise GpuError(f"{gpu.gfx} is present, but {problem}; or go on without it: --device cpu")
 
 
-def _open(kind: str, index: int, kernels: str | None) -> tuple[Device | None, str]:
-    """The device, or what keeps it from being used."""
+def _open(
+    kind: str, index: int, kernels: str | None, gpu: AmdGpu | None, machine: Machine
+) -> tuple[Device | None, str, Chosen | None]:
+    """The device, or what keeps it from being used, and the copy of the runtime that was tried."""
     from apu_engine import _native
+    from apu_engine.runtime import choose
 
-    if kind == "hip":
-        _load_wheel()
+    runtime = choose(gpu.gfx if gpu is not None else None, machine) if kind == "hip" else None
+    library = runtime.copy.path if runtime is not None else None
     try:
-        return _native.Device(kind, index, kernels=kernels), ""
+        return _native.Device(kind, index, kernels=kernels, runtime=library), "", runtime
     except (_native.UnsupportedError, _native.DeviceError) as error:
-        return None, re.sub(r"^device (hip|cuda): ", "", str(error))
+        problem = re.sub(r"^device (hip|cuda): ", "", str(error))
+    if runtime is not None:
+        problem += "".join(f"; {copy.path}: {why}" for copy, why in runtime.refused)
+    return None, problem, runtime
 
 
-def _load_wheel() -> None:
-    """Loads the runtime of ROCm's Python packages, where they are installed: the dynamic linker does not look there,
-    but finds a library by its versioned name once it is loaded.
-    """
-    package = importlib.util.find_spec("_rocm_sdk_core")
-    for folder in (package.submodule_search_locations or []) if package else []:
-        for library in sorted(Path(folder, "lib").glob("libamdhip64.so.*"), reverse=True):
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(library))
-                return
+def _with(runtime: Chosen | None) -> str:
+    return "" if runtime is None else f", with {runtime}"
 
 
-def amd_gpu() -> str | None:
-    """The first AMD GPU's target name, such as gfx1151, from the kernel's topology; None without one."""
-    if not _KFD.exists() or not _NODES.is_dir():
-        return None
-    for node in sorted(_NODES.iterdir(), key=lambda p: p.name):
-        try:
-            fields = dict(line.split() for line in (node / "properties").read_text().splitlines() if line.strip())
-            version = int(fields.get("gfx_target_version", "0"))
-        except (OSError, ValueError):
-            continue
-        if version:
-            return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-    return None
+def _locked_out(machine: Machine, gpu: AmdGpu) -> str:
+    """Which of the GPU's devices is absent or closed to this user, and the remedy; "" where none is."""
+    from apu_engine.doctor import gpu_checks
+    from apu_engine.doctor.context import Context, Request
+
+    context = Context(machine, Request(device=f"hip:{machine.amd_gpus().index(gpu)}"))
+    for check in (gpu_checks.kfd(context), gpu_checks.render(context)):
+        if check.verdict == "bad":
+            name = "/dev/kfd is " if check.value == "absent" else ""
+            return f"{name}{check.value}: {', then '.join(check.remedy)}"
+    return ""
 
 
-def _rights() -> str:
-    """What keeps this user from the GPU; "" where nothing does or there is none."""
-    if not _KFD.exists() or os.access(_KFD, os.R_OK | os.W_OK):
-        return ""
-    owner = _KFD.stat().st_gid
-    try:
-        group = grp.getgrgid(owner).gr_name
-    except KeyError:
-        group = str(owner)
-    return (
-        f"this user may not open {_KFD}, which belongs to group {group}: "
-        f"`sudo usermod -aG {group} $USER`, then log in again (in a container: --group-add {group})"
-    )
+def _what_helps(machine: Machine, gpu: AmdGpu, runtime: Chosen | None) -> str:
+    """Rights that are missing, or the package of a runtime that is not there."""
+    from apu_engine.doctor.context import Distro
+    from apu_engine.doctor.remedies import runtime as package
+
+    locked = _locked_out(machine, gpu)
+    if locked or runtime is not None:
+        return locked
+    return ", ".join(package(Distro.of(machine)))

@@ -62,6 +62,10 @@ class BudgetError(ApuError):
     """Memory does not suffice: the message gives needed and available bytes and the remedies. Exit status 78."""
 
 
+class GpuError(ApuError):
+    """An AMD GPU is there, but cannot be used: the message says why, and what to do. Exit status 78."""
+
+
 class ConfigError(ApuError):
     """An option, environment variable or argument has a bad value. `option` is its name."""
 

@@ -30,12 +30,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from apu_engine import catalog
 from apu_engine.config import EngineConfig, specs
-from apu_engine.errors import ApuError
+from apu_engine.errors import ApuError, GpuError
 from apu_engine.options import Spec
 from apu_engine.server.hints import curl_line
 
 if TYPE_CHECKING:
     import psutil
+
+    from apu_engine.device import Choice
 
 USAGE = """\
 Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is ready
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(args)
     except (ApuError, OSError) as error:
         print(f"rocm_start_server: {error}", file=sys.stderr)
-        return error.status if isinstance(error, Ended) else 1
+        return error.status if isinstance(error, Ended) else 78 if isinstance(error, GpuError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -222,7 +224,12 @@ def _start_alone(request: Request, foreground: bool) -> int:
     from apu_engine.device import pick_device
     from apu_engine.doctor import verdict_line
 
-    device = pick_device(request.config.device, request.config.kernels)
+    try:
+        device = pick_device(request.config.device, request.config.kernels)
+    except GpuError as error:
+        if request.model:
+            raise
+        device, request = _demo_on_the_cpu(request, error)
     model = request.model or _demo_model()
     _say(f"device: {device.name} ({device.reason})")
     if not foreground:  # which says it itself
@@ -382,6 +389,17 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def _demo_on_the_cpu(request: Request, error: GpuError) -> tuple[Choice, Request]:
+    """The demo shows that all works, so it goes on, and says aloud what a model that was named would not get past."""
+    from apu_engine.device import pick_device
+
+    bar = "=" * 100
+    _say(f"\n{bar}\nTHE GPU IS NOT USED: {error}")
+    _say(f"The demo model runs on the CPU instead; a model that you name would stop here.\n{bar}")
+    changed = replace(request, config=replace(request.config, device="cpu"), flags=[*request.flags, "--device=cpu"])
+    return pick_device("cpu"), changed
 
 
 def _demo_model() -> str:

@@ -147,7 +147,7 @@ class Device:
 
     Raises UnsupportedError, with the reason, where the machine or the build lacks it. `threads`, `isa`, `pin` and
     `spin_us` are the cpu's; 0 means the physical cores that affinity and cgroup allow, and the library's default.
-    `kernels` names the folder of a GPU's code objects.
+    `kernels` names the folder of a GPU's code objects, `runtime` the file of libamdhip64 (apu_engine.runtime chooses).
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class Device:
         pin: bool = False,
         spin_us: int = 0,
         kernels: str | None = None,
+        runtime: str | os.PathLike[str] | None = None,
     ) -> None:
         self.handle: Any = None
         if isa not in ISA:
@@ -169,6 +170,8 @@ class Device:
             "apu_device_options *",
             {"threads": threads, "isa": ISA[isa], "pin": pin, "spin_us": spin_us, "kernels": folder},
         )
+        library = ffi.new("char[]", os.fsencode(runtime)) if runtime is not None else ffi.NULL
+        options.runtime = library
         out = ffi.new("apu_device **")
         check(lib.apu_device_open(kind.encode(), index, options, out))
         self.handle = out[0]

@@ -1,7 +1,7 @@
 """The `apu-engine` command: one module per verb, imported with typer only when the command runs.
 
 Every failure is one line on standard error and an exit status: 1 when something went wrong, 2 when the
-command line or an option is wrong, 78 when the machine lacks what the model needs (so that a supervisor does not try
+command line or an option is wrong, 78 when the machine lacks memory or a usable GPU (so that a supervisor does not try
 again), 130 after Ctrl-C. `--debug` or APU_DEBUG=1 shows the traceback as well.
 """
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     from apu_engine.config import debug_wanted
-    from apu_engine.errors import ApuError, BudgetError, ConfigError
+    from apu_engine.errors import ApuError, BudgetError, ConfigError, GpuError
 
     debug = debug_wanted(args)
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         if isinstance(error, ApuError):
-            status = 2 if isinstance(error, ConfigError) else UNFIT if isinstance(error, BudgetError) else 1
+            status = 2 if isinstance(error, ConfigError) else UNFIT if isinstance(error, (BudgetError, GpuError)) else 1
             return _fail(str(error), status)
         if hasattr(error, "format_message"):  # typer's usage errors, whichever click they come from
             return _fail(_usage(error), 2)

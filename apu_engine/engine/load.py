@@ -274,6 +274,12 @@ def _check_strategy(config: EngineConfig, device: Device) -> None:
         )
 
 
+def _possible(memory: str, device: Device) -> list[str]:
+    """The strategies that the option and the device leave."""
+    has = {"registered": bool(device.props.ways), "direct": device.props.pageable, "staged": True}
+    return [name for name, there in has.items() if there and memory in ("auto", name)]
+
+
 def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> tuple[Weights, Candidate, Fit]:
     """The weights where the device reads them, by the first candidate that fits and works.
 
@@ -289,6 +295,7 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
     elif config.copy_weights:
         tried = [Candidate("staged", why="as asked")]
     else:
+        fit(config, model, device, _possible(config.memory, device))  # said before anything is tried
         asked = config.memory in ("auto", "registered") and config.memory_way == "auto"
         tried = candidates(config.memory, config.memory_way, probe(job) if asked else None, device.props.ways)
     failures: list[tuple[Candidate, ApuError]] = []

@@ -26,7 +26,7 @@ apu_status open_device(const char *kind, uint32_t index, const apu_device_option
                        std::unique_ptr<apu_device> &out) {
   if (!options.kernels) return fail(APU_E_INVALID, "device %s: apu_device_options.kernels must name a folder", kind);
   Driver *driver = nullptr;
-  TRY(Driver::open(kind, &driver));
+  TRY(Driver::open(kind, options.runtime, &driver));
   uint32_t count = 0;
   TRY(driver->device_count(count));
   if (index >= count)

@@ -7,20 +7,23 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <link.h>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sys/stat.h>
 #include <unistd.h>
 
 namespace apu::gpu {
 
-apu_status Driver::open(const char *kind, Driver **out) {
+apu_status Driver::open(const char *kind, const char *runtime, Driver **out) {
   static std::mutex mutex;
   static auto &opened = *new std::map<std::string, Driver *>; // for the process's life: a runtime's threads outlast it
   const bool hip = std::strcmp(kind, "hip") == 0;
   if (!hip && std::strcmp(kind, "cuda") != 0)
     return fail(APU_E_UNSUPPORTED, "device kind \"%s\": expected \"hip\" or \"cuda\"", kind);
-  const char *named = hip ? std::getenv("APU_HIP_LIBRARY") : nullptr;
+  const char *wanted = std::getenv("APU_HIP_LIBRARY");
+  const char *named = !hip ? nullptr : wanted && *wanted ? wanted : runtime;
   std::lock_guard<std::mutex> lock(mutex);
   Driver *&driver = opened[std::string(kind) + (named ? named : "")];
   if (!driver) {
@@ -30,6 +33,30 @@ apu_status Driver::open(const char *kind, Driver **out) {
   }
   *out = driver;
   return APU_OK;
+}
+
+std::vector<std::string> Library::loaded(const char *stem) {
+  struct Search {
+    std::string stem;
+    std::vector<std::string> found;
+  } search{stem, {}};
+  dl_iterate_phdr(
+      [](dl_phdr_info *info, size_t, void *data) {
+        auto &s = *static_cast<Search *>(data);
+        const std::string path = info->dlpi_name ? info->dlpi_name : "";
+        const size_t name = path.rfind('/') + 1;
+        if (path.compare(name, s.stem.size(), s.stem) == 0) s.found.push_back(path);
+        return 0;
+      },
+      &search);
+  return search.found;
+}
+
+bool Library::same_file(const std::string &path, const std::string &name) {
+  if (name.find('/') == std::string::npos) return path.substr(path.rfind('/') + 1) == name;
+  struct stat a, b;
+  if (stat(path.c_str(), &a) != 0 || stat(name.c_str(), &b) != 0) return path == name;
+  return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
 apu_status Library::open(const char *kind, const std::vector<std::string> &names) {

@@ -51,9 +51,9 @@ struct Registration {
 
 class Driver {
 public:
-  // "hip" or "cuda"; APU_E_UNSUPPORTED with the reason where the library is missing or shows no device. The environment
-  // variable APU_HIP_LIBRARY names another libamdhip64 (tests).
-  static apu_status open(const char *kind, Driver **out);
+  // "hip" or "cuda"; APU_E_UNSUPPORTED with the reason where the library is missing or shows no device. `runtime` is
+  // the file of libamdhip64, or null; the environment variable APU_HIP_LIBRARY wins over it.
+  static apu_status open(const char *kind, const char *runtime, Driver **out);
   virtual ~Driver() = default;
 
   virtual const char *kind() const = 0;

@@ -1,8 +1,8 @@
 // AMD's runtime, libamdhip64, behind the driver's calls.
 //
-// The library is looked for by its versioned names, newest first, where the dynamic linker looks and then where ROCm
-// installs itself: /opt/rocm, then the newest of /opt/rocm/core-N and /opt/rocm-N. APU_HIP_LIBRARY names one file
-// instead.
+// Which file it is, is the caller's choice (apu_engine/runtime.py looks for all that are installed). Without one it is
+// the copy that is loaded already, for instance by torch, else what the dynamic linker has under a versioned name. Two
+// copies in one process would each have their own idea of the device: the second is refused.
 // Which devices are visible is the runtime's business (HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES).
 #include "gpu/driver_hip_ways.h"
 #include "gpu/driver_kinds.h"
@@ -12,9 +12,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -24,33 +22,38 @@ namespace {
 
 constexpr int kNewest = 12, kOldest = 5; // sonames that are tried
 
-std::vector<std::string> library_names() {
-  std::vector<std::string> folders = {""};
-  if (const char *root = std::getenv("ROCM_PATH"); root && *root) folders.push_back(std::string(root) + "/lib/");
-  std::vector<std::string> versioned;
-  std::error_code ignored;
-  for (const char *parent : {"/opt/rocm", "/opt"})
-    for (const auto &entry : std::filesystem::directory_iterator(parent, ignored)) {
-      const std::string name = entry.path().filename().string();
-      if (name.rfind("core", 0) == 0 || name.rfind("rocm-", 0) == 0)
-        versioned.push_back(entry.path().string() + "/lib/");
-    }
-  folders.push_back("/opt/rocm/lib/");
-  std::sort(versioned.rbegin(), versioned.rend());
-  folders.insert(folders.end(), versioned.begin(), versioned.end());
-  std::vector<std::string> names;
-  for (const std::string &folder : folders) {
-    for (int version = kNewest; version >= kOldest; --version)
-      names.push_back(folder + "libamdhip64.so." + std::to_string(version));
-    names.push_back(folder + "libamdhip64.so");
+constexpr char kStem[] = "libamdhip64.so";
+
+// The one library to open, or the sonames that the dynamic linker is asked for, newest first.
+apu_status library_names(const char *named, std::vector<std::string> &out) {
+  const std::vector<std::string> loaded = Library::loaded(kStem);
+  for (const std::string &path : loaded) {
+    const std::string other = named ? named : loaded.front();
+    if (Library::same_file(path, other)) continue;
+    const bool both = !named;
+    return fail(APU_E_UNSUPPORTED,
+                "device hip: %s is in this process already%s %s: two copies of the runtime do not work together; "
+                "set APU_HIP_LIBRARY=%s, or do not import what loads the other one",
+                path.c_str(), both ? ", and so is" : ", so it cannot load", other.c_str(), path.c_str());
   }
-  return names;
+  if (named)
+    out = {named};
+  else if (!loaded.empty())
+    out = {loaded.front()};
+  else {
+    for (int version = kNewest; version >= kOldest; --version)
+      out.push_back(std::string(kStem) + "." + std::to_string(version));
+    out.push_back(kStem);
+  }
+  return APU_OK;
 }
 
 class HipDriver final : public Driver {
 public:
   apu_status load(const char *library) {
-    TRY(library_.open("hip", library ? std::vector<std::string>{library} : library_names()));
+    std::vector<std::string> names;
+    TRY(library_names(library, names));
+    TRY(library_.open("hip", names));
     const auto fill = [&](auto *&function, const char *name, bool required = true) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(library_.symbol(name, required));
     };

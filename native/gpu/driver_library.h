@@ -14,6 +14,9 @@ public:
   explicit Library(const char *advice) : advice_(advice) {} // "install ...", for errors
   // The first of `names` that is there, the plainest last; else APU_E_UNSUPPORTED, also where it cannot be loaded.
   apu_status open(const char *kind, const std::vector<std::string> &names);
+  // Paths of libraries in this process whose names begin with `stem`, in the order in which they were loaded.
+  static std::vector<std::string> loaded(const char *stem);
+  static bool same_file(const std::string &path, const std::string &name); // by inode, or a name without a folder
   // Null where the library lacks it; required names are noted for `complete`.
   void *symbol(const char *name, bool required = true);
   void *find(const char *name) const; // in it or in what it is linked with; null where neither has it

@@ -55,6 +55,7 @@ typedef struct apu_device_options {
   uint32_t pin;        /* cpu: 1 pins each worker to one core */
   uint32_t spin_us;    /* cpu: how long a waiting worker spins before it sleeps; 0 = default */
   const char *kernels; /* hip, cuda: folder of the code objects, <arch>.co or <arch>.cubin */
+  const char *runtime; /* hip: file of libamdhip64; NULL = the one in this process, else where the linker looks */
 } apu_device_options;
 
 typedef struct apu_device_props {

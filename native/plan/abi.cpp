@@ -96,7 +96,7 @@ std::string make_layout() {
 #define F(type, field) out.add(offsetof(type, field))
   S(apu_device_options);
   F(apu_device_options, threads), F(apu_device_options, isa), F(apu_device_options, pin);
-  F(apu_device_options, spin_us), F(apu_device_options, kernels);
+  F(apu_device_options, spin_us), F(apu_device_options, kernels), F(apu_device_options, runtime);
   S(apu_device_props);
   F(apu_device_props, kind), F(apu_device_props, name), F(apu_device_props, arch), F(apu_device_props, integrated);
   F(apu_device_props, threads), F(apu_device_props, isa), F(apu_device_props, wave_size);

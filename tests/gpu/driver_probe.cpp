@@ -15,7 +15,7 @@ using namespace apu::gpu;
 static Driver *driver;
 
 PROBE int probe_open(const char *kind) {
-  TRY(Driver::open(kind, &driver));
+  TRY(Driver::open(kind, nullptr, &driver));
   return driver->use_device(0);
 }
 PROBE int probe_props(uint32_t index, char *arch, uint64_t *numbers) {

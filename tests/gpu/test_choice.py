@@ -13,26 +13,22 @@ import pytest
 from hip_double import HipDouble, library
 
 from apu_engine import device as choice
+from apu_engine.cli import main
 from apu_engine.config import EngineConfig
 from apu_engine.device import open_device, pick_device
 from apu_engine.engine.load import load
-from apu_engine.errors import BudgetError, ConfigError
+from apu_engine.errors import BudgetError, ConfigError, GpuError
 from models import TinyModel
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose kernel shows a gfx1151 that this user may open."""
-    kfd, nodes = tmp_path / "kfd", tmp_path / "nodes"
-    kfd.touch()
-    (nodes / "0").mkdir(parents=True)
-    (nodes / "0" / "properties").write_text("cpu_cores_count 32\ngfx_target_version 0\n")  # the CPU
-    (nodes / "1").mkdir()
-    (nodes / "1" / "properties").write_text("simd_count 80\ngfx_target_version 110501\n")
-    monkeypatch.setattr(choice, "_KFD", kfd)
-    monkeypatch.setattr(choice, "_NODES", nodes)
+    root = tmp_path / "machine"
+    shutil.copytree(Path(__file__).parents[1] / "fixtures/machines/strix-halo-128-stock", root)
+    monkeypatch.setenv("APU_SYSROOT", str(root))
     monkeypatch.setenv("APU_HIP_LIBRARY", "/nowhere/libamdhip64.so")
-    return tmp_path
+    return root
 
 
 def test_the_cpu_as_asked() -> None:
@@ -46,34 +42,83 @@ def test_unknown_requests(request_: str) -> None:
 
 
 def test_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_KFD", tmp_path / "kfd")
+    monkeypatch.setenv("APU_SYSROOT", str(tmp_path))
     assert pick_device("auto").reason == "no AMD GPU: /dev/kfd is absent"
-    (tmp_path / "kfd").touch()
-    monkeypatch.setattr(choice, "_NODES", tmp_path / "nodes")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
     assert pick_device("auto").reason == "no AMD GPU: none in /sys/class/kfd"
 
 
+def test_a_gpu_without_kernels_of_its_kind(machine: Path) -> None:
+    node = machine / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    node.write_text(node.read_text().replace("110501", "100306"))
+    found = pick_device("auto")
+    assert (found.kind, found.reason) == ("cpu", "gfx1036 is present, but there are no kernels for it")
+
+
 def test_a_gpu_without_a_runtime(machine: Path) -> None:
+    """Never passed over for the CPU."""
     missing = "/nowhere/libamdhip64.so was not found; install ROCm's HIP runtime"
-    assert pick_device("auto").kind == "cpu"
-    assert pick_device("auto").reason.startswith(f"gfx1151 is present, but {missing}")
+    with pytest.raises(GpuError, match=f"gfx1151 is present, but {missing}.*--device cpu"):
+        pick_device("auto")
     with pytest.raises(ConfigError, match=f"--device hip:1: {missing}"):
         pick_device("hip:1")
+    assert pick_device("cpu").kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("id_", "package"),
+    [
+        ("ubuntu", "sudo apt install libamdhip64-dev"),
+        ("debian", "sudo apt install libamdhip64-dev"),
+        ("fedora", "sudo dnf install rocm-hip"),
+        ("arch", "sudo pacman -S hip-runtime-amd"),
+        ("other", "install hip-runtime-amd of ROCm"),
+    ],
+)
+def test_the_package_of_a_missing_runtime(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, id_: str, package: str
+) -> None:
+    monkeypatch.delenv("APU_HIP_LIBRARY")
+    monkeypatch.setenv("PATH", "")
+    (machine / "etc/os-release").write_text(f"ID={id_}\n")
+    absent = (None, "libamdhip64.so was not found", None)
+    monkeypatch.setattr(choice, "_open", lambda *_: absent)
+    with pytest.raises(GpuError, match=rf"not found; {package}, or in this environment: pip install .*--device cpu"):
+        pick_device("auto")
 
 
 def test_a_gpu_that_the_user_may_not_open(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    reason = pick_device("auto").reason
-    assert "gfx1151 is present, but this user may not open" in reason
-    assert "usermod -aG" in reason and "log in again" in reason
-    with pytest.raises(ConfigError, match=r"was not found; .*; this user may not open .*usermod -aG"):
+    with pytest.raises(GpuError, match=r"gfx1151 is present, but /dev/kfd: .* may not open it.*usermod -aG .*log out"):
+        pick_device("auto")
+    with pytest.raises(ConfigError, match=r"was not found; .*; /dev/kfd: .* may not open it.*usermod -aG"):
         pick_device("hip")
+
+
+def test_devices_that_a_container_lacks(machine: Path) -> None:
+    (machine / "dev/kfd").unlink()
+    with pytest.raises(GpuError, match="/dev/kfd is absent: sudo modprobe amdgpu"):
+        pick_device("auto")
+    (machine / ".dockerenv").touch()
+    with pytest.raises(GpuError, match="start the container with --device /dev/kfd --device /dev/dri --group-add"):
+        pick_device("auto")
+
+
+def test_a_named_model_stops_at_an_unusable_gpu(
+    machine: Path, tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["chat", "-m", str(tiny_llama.path), "--raw", "-p", "a", "-n", "1", "--ctx", "64"]
+    assert main(args) == 78
+    assert "gfx1151 is present, but" in capsys.readouterr().err
+    assert main([*args, "--device", "cpu"]) == 0
 
 
 def test_a_gpu_without_kernels(machine: Path, hip: HipDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APU_KERNELS", str(machine))
     advice = rf"no kernels for gfx1151 in {machine}; build them with ./build.sh --targets gfx1151"
-    assert advice in pick_device("auto").reason
+    with pytest.raises(GpuError, match=f"gfx1151 is present, but {advice}"):
+        pick_device("auto")
     with pytest.raises(ConfigError, match=f"--device hip: {advice}"):
         pick_device("hip")
 
@@ -81,9 +126,10 @@ def test_a_gpu_without_kernels(machine: Path, hip: HipDouble, monkeypatch: pytes
 def test_a_gpu_that_works(machine: Path, hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
     assert pick_device("auto").name == "hip:0"
-    assert pick_device("auto").reason == "the first GPU that the runtime shows"
+    shown = f"{hip.path}, unknown version, named by APU_HIP_LIBRARY"
+    assert pick_device("auto").reason == f"the first GPU that the runtime shows, with {shown}"
     hip.set(devices=2)
-    assert (pick_device("hip:1").name, pick_device("hip:1").reason) == ("hip:1", "as asked")
+    assert (pick_device("hip:1").name, pick_device("hip:1").reason) == ("hip:1", f"as asked, with {shown}")
     with pytest.raises(ConfigError, match=r"--device hip:2: .*hip:2 does not exist: the runtime shows 2 devices"):
         pick_device("hip:2")
     opened, chosen = open_device("hip:1")
@@ -92,7 +138,7 @@ def test_a_gpu_that_works(machine: Path, hip: HipDouble, hip_kernels: Path, monk
 
 
 def test_cuda_is_never_taken_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_KFD", Path("/nowhere"))
+    monkeypatch.setenv("APU_SYSROOT", "/nowhere")
     assert pick_device("auto").kind == "cpu"
     with pytest.raises(ConfigError, match="--device cuda:4000: "):
         pick_device("cuda:4000")
@@ -134,7 +180,8 @@ def test_weights_that_do_not_fit(
 
 def test_a_runtime_that_lacks_functions(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APU_HIP_LIBRARY", str(library(hide=["hipGraphLaunch"])))
-    assert "lacks hipGraphLaunch" in pick_device("auto").reason
+    with pytest.raises(GpuError, match="lacks hipGraphLaunch"):
+        pick_device("auto")
 
 
 def test_the_runtime_of_rocms_python_packages(tmp_path: Path, hip_kernels: Path) -> None:

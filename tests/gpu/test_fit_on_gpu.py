@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hip_double import HipDouble
@@ -47,16 +48,26 @@ def test_strategies_that_fit(flash: Path, hip: HipDouble, hip_device: Device) ->
     assert forced.strategies == CANDIDATES and forced.context.notices[0].startswith("--force: registered: ")
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"memory": "staged"}, r"Boot with ttm.pages_limit=22282240 \(85 GiB of GTT\), or use --memory auto"),
+        ({"memory_budget": 80 * GIB}, "registered: .*memory_budget is 80 GiB.*raise --memory-budget"),
+    ],
+)
 def test_a_refusal_maps_and_allocates_nothing(
-    flash: Path, hip: HipDouble, hip_kernels: Path, monkeypatch: pytest.MonkeyPatch
+    flash: Path,
+    hip: HipDouble,
+    hip_kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    remedy: str,
 ) -> None:
     monkeypatch.setenv("APU_KERNELS", str(hip_kernels))
     before = hip.live()
     stages: list[str] = []
-    with pytest.raises(
-        BudgetError, match=r"Boot with ttm.pages_limit=22282240 \(85 GiB of GTT\), or use --memory auto"
-    ):
-        load(EngineConfig(model=str(flash), device="hip", memory="staged", ctx=32768), stages.append)
+    with pytest.raises(BudgetError, match=remedy):
+        load(EngineConfig(model=str(flash), device="hip", ctx=32768, **options), stages.append)
     assert stages == ["tokenizer", "pool"]
     assert hip.live() == before
     assert str(flash) not in Path("/proc/self/maps").read_text()

@@ -118,6 +118,26 @@ def test_a_model_that_does_not_fit_ends_with_78(
     assert "ctx 16777216 needs" in capsys.readouterr().err
 
 
+def test_an_unusable_gpu_stops_a_named_model_and_not_the_demo(
+    tiny_llama: TinyModel, port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[1] / "fixtures/machines/container-no-devices"  # a GPU in /sys, nothing in /dev
+    monkeypatch.setenv("APU_SYSROOT", str(root))
+    flags = ["--port", str(port), "--ctx", "64"]
+    assert launcher.main([str(tiny_llama.path), *flags]) == 78
+    err = capsys.readouterr().err
+    assert "gfx1151 is present, but /dev/kfd is absent: start the container with --device /dev/kfd" in err
+    assert launcher.main([str(tiny_llama.path), *flags, "--device", "cpu"]) == 0
+    assert launcher.main(["stop", "--port", str(port)]) == 0
+    capsys.readouterr()
+
+    monkeypatch.setattr(launcher, "_demo_model", lambda: str(tiny_llama.path))
+    assert launcher.main(flags) == 0
+    err = capsys.readouterr().err
+    assert "THE GPU IS NOT USED: gfx1151 is present, but /dev/kfd is absent" in err
+    assert "device: cpu (as asked)" in err
+
+
 def test_a_recycled_pid_is_never_signalled(state: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
