@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from apu_engine._native import PAGE_TOKENS, Device, Region, check, ffi, lib
+from apu_engine.device import open_device
 from apu_engine.errors import ApuError
 from apu_engine.plan.builder import PlanBuilder
 from apu_engine.plan.plan import Plan
@@ -96,9 +97,8 @@ def open_gpu(name: str = "auto") -> Device:
     """The named device, or the first GPU that opens. Raises ApuError with what each kind said."""
     reasons = []
     for kind in ("hip", "cuda") if name == "auto" else (name,):
-        kind, _, index = kind.partition(":")
         try:
-            return Device(kind, int(index or 0))
+            return open_device(kind)[0]
         except ApuError as error:
             reasons.append(str(error))
     raise ApuError("; ".join(reasons))

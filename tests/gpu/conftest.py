@@ -15,6 +15,7 @@ import pytest
 from hip_double import HipDouble, code_object, library
 
 from apu_engine._native import Device
+from apu_engine.device import open_device
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -66,5 +67,5 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
     if kind is None:
         yield request.getfixturevalue("hip_device")
         return
-    with Device(kind) as device:
+    with open_device(kind)[0] as device:
         yield device
