@@ -67,14 +67,11 @@ class Sizes:
         from apu_engine import arch
 
         self.config, self.model = config, model
-        info = arch.describe(model, config.kv_type)
-        self.trained = info.context_trained
-        self.weights = info.weight_bytes
-        self.scratch = arch.plan(model, self.options(1)).arena_bytes
-        self._groups = [
-            (window, PAGE_TOKENS * per_token)
-            for window, per_token in zip(info.windows, info.kv_bytes_per_token, strict=True)
-        ]
+        self.trained: int = arch.architecture(model).read(model).context
+        self.weights = model.weight_bytes
+        spec = arch.plan(model, self.options(1))
+        self.scratch = spec.arena_bytes
+        self._groups = [(group.window, group.page_bytes_total) for group in arch.groups(spec)]
 
     def options(self, tokens: int) -> PlanOptions:
         """Limits of a plan for this context."""
@@ -109,13 +106,14 @@ def fit(
     device: Device | None = None,
     strategies: Sequence[str] = ("direct",),
     limits: Limits | None = None,
+    sizes: Sizes | None = None,
 ) -> Fit:
     """The context and the strategies for a model on a device. `strategies` are the candidates, best first.
 
-    Without a device and `limits` it is the CPU's. Raises BudgetError with needs, limits and remedies when nothing
-    fits and `config.force` is off.
+    Without a device and `limits` it is the CPU's; `sizes` saves reading the header again. Raises BudgetError with
+    needs, limits and remedies when nothing fits and `config.force` is off.
     """
-    sizes = Sizes(config, model)
+    sizes = sizes or Sizes(config, model)
     if limits is None:
         limits = of_machine(device=device) if device is not None else replace(of_machine(), kind="cpu", device="cpu")
     if limits.kind == "cpu":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apu_engine.config import EngineConfig
-from apu_engine.engine.context import ContextChoice, fit
+from apu_engine.engine.context import ContextChoice, Fit, Sizes, fit
 from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.sampling import sampling_defaults
@@ -29,7 +29,6 @@ from apu_engine.weights.model_file import ModelFile
 if TYPE_CHECKING:
     from apu_engine._native import Device
     from apu_engine.arch import LoadedModel
-    from apu_engine.engine.context import Fit
     from apu_engine.memory.probe import Candidate
     from apu_engine.memory.strategies import Job, Weights
     from apu_engine.text.template import ChatTemplate
@@ -290,18 +289,19 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
     from apu_engine.memory.probe import Candidate, candidates, probe
     from apu_engine.memory.strategies import Refused, open_weights
 
+    sizes = Sizes(config, model)
     if device.props.kind == "cpu":
         tried = [Candidate("direct", why="as asked")]
     elif config.copy_weights:
         tried = [Candidate("staged", why="as asked")]
     else:
-        fit(config, model, device, _possible(config.memory, device))  # said before anything is tried
+        fit(config, model, device, _possible(config.memory, device), sizes=sizes)  # said before anything is tried
         asked = config.memory in ("auto", "registered") and config.memory_way == "auto"
         tried = candidates(config.memory, config.memory_way, probe(job) if asked else None, device.props.ways)
     failures: list[tuple[Candidate, ApuError]] = []
     for candidate in tried:
         try:
-            fitted = fit(config, model, device, (candidate.strategy,))
+            fitted = fit(config, model, device, (candidate.strategy,), sizes=sizes)
             weights = open_weights(job, candidate.strategy, candidate.way)
         except (NativeError, Refused, BudgetError) as error:
             if len(tried) == 1:
@@ -311,7 +311,7 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
         weights.notices += [f"weights are not {failed.title}: {error}" for failed, error in failures]
         return weights, candidate, fitted
     if all(isinstance(error, BudgetError) for _, error in failures):
-        fit(config, model, device, list(dict.fromkeys(candidate.strategy for candidate in tried)))
+        fit(config, model, device, list(dict.fromkeys(candidate.strategy for candidate in tried)), sizes=sizes)
     text = "; ".join(f"{failed.title}: {error}" for failed, error in failures)
     raise Refused(f"{model.path}: {device.props.kind}, {device.props.name} cannot reach the weights: {text}")
 
