@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
+import os
 import subprocess
+from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,19 +23,36 @@ TOTALS = ("most_device_bytes", "most_pinned_bytes", "copied_bytes", "pageable_by
 
 
 def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], flags: Sequence[str] = ()) -> Path:
-    """Compiled once for each content."""
-    sources = list(sources)
-    command = [_compiler(), "-shared", "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    command += ["-Wno-missing-field-initializers", "-pthread", *flags]
+    """Compiled once for each content; `flags` are the linker's too."""
+    compiler, headers = _compiler(), list(headers)
+    options = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    options += ["-Wno-missing-field-initializers", "-pthread", *(flag for flag in flags if not flag.startswith("-Wl,"))]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(
+            pool.map(lambda source: _made([compiler, "-c", *options], ".o", [source], headers), sorted(sources))
+        )
+    command = [compiler, "-shared", "-pthread", *flags]
+    return _made(command, ".so", objects, [], name, ["-ldl"])
+
+
+def _made(
+    command: Sequence[str],
+    suffix: str,
+    sources: Sequence[Path],
+    headers: Iterable[Path],
+    name: str = "",
+    libraries: Sequence[str] = (),
+) -> Path:
+    """What a command makes of `sources`, kept by their content."""
     content = hashlib.sha256("\0".join(command).encode())
-    for file in sorted([*sources, *headers]):
+    for file in [*sources, *sorted(headers)]:
         content.update(file.read_bytes())
-    out = CACHE / f"{name}-{content.hexdigest()[:16]}.so"
+    out = CACHE / f"{name or sources[0].stem}-{content.hexdigest()[:16]}{suffix}"
     if not out.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        made = out.with_suffix(f".{hashlib.sha256(str(id(out)).encode()).hexdigest()[:8]}.part")
-        subprocess.run([*command, "-o", str(made), *map(str, sources), "-ldl"], check=True)
-        made.replace(out)
+        partial = out.with_suffix(f".{os.getpid()}{suffix}")
+        subprocess.run([*command, "-o", str(partial), *map(str, sources), *libraries], check=True)
+        partial.replace(out)
     return out
 
 
@@ -60,8 +78,8 @@ def code_object(folder: Path, arch: str = "gfx1151", files: Iterable[Path] | Non
 
 
 def counted(path: Path) -> dict[str, int]:
-    """What the double of another process wrote to the file that APU_HIP_DOUBLE_COUNTS names, as it is now."""
-    numbers = struct.unpack(f"{len(LIVE + TOTALS)}Q", path.read_bytes())
+    """What the double of another process writes to the file that APU_HIP_DOUBLE_COUNTS names; zeros before it does."""
+    numbers = array("Q", path.read_bytes() if path.exists() else b"") or array("Q", [0] * len(LIVE + TOTALS))
     return dict(zip(LIVE + TOTALS, numbers, strict=True))
 
 

@@ -374,6 +374,7 @@ HIP_API int hipMemAdvise(const void *p, size_t bytes, int advice, int device) {
     if (grain && asked("coarse") != "ignored") range.coarse = advice == 100;
     if (access) range.accessible = advice == 5;
   });
+  if (advice == 5) fault_in(begin, end);
   publish();
   return hipSuccess;
 }
