@@ -11,6 +11,7 @@
 #include "quant/visit.h"
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <vector>
 
@@ -21,9 +22,10 @@ static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_AC
 
 namespace {
 
-constexpr uint32_t kMostSteps = 4;
+constexpr uint32_t kMostSteps = 6; // where they let all blocks run at once
+constexpr uint32_t kManySteps = 4, kFewSteps = 2;
+constexpr uint32_t kStepBytes = 4 << 10; // of a step: enough that few are worth a block
 constexpr uint32_t kManyUnits = 64;      // compute units of a device that one round of blocks nearly fills
-constexpr uint32_t kStepBytes = 4 << 10; // of a step: enough to be worth a block of its own
 
 const char *tuned_name(uint32_t type) {
   switch (type) {
@@ -52,9 +54,24 @@ bool is_float(uint32_t type) {
   return type == APU_F32 || type == APU_F16 || type == APU_BF16;
 }
 
+// Types whose kernels hold a set in registers on every device.
+bool is_held(uint32_t type) {
+  switch (type) {
+  case APU_Q4_0:
+  case APU_Q4_1:
+  case APU_Q5_0:
+  case APU_Q5_1:
+  case APU_Q8_0:
+  case APU_Q4_K:
+  case APU_Q5_K: return true;
+  default: return false;
+  }
+}
+
 // Waves of a compute unit that registers and LDS let run at once: more rows of activations take more registers.
-uint32_t waves_of_unit(const DriverProps &props, uint32_t lds, uint32_t r) {
-  const uint32_t registers = r == 1 ? 32 : r == 2 ? 28 : r == 4 ? 20 : 8;
+uint32_t waves_of_unit(const MatvecKind &kind, const DriverProps &props, uint32_t lds, uint32_t r) {
+  const uint32_t held = r == 2 ? 16 : matvec_small(kind.elements, kind.bytes) ? 28 : 24;
+  const uint32_t registers = r > 2 ? (r == 4 ? 12 : 8) : kind.held ? held : r == 1 ? 32 : 24;
   uint32_t waves = std::min(props.threads_of_unit / props.wave_size, registers);
   if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);
   return std::max(waves, kMatvecWaves);
@@ -72,6 +89,7 @@ MatvecKind matvec_kind(uint32_t type, int32_t precision) {
     kind.elements = quant::Traits<B>::elements;
     kind.bytes = quant::Traits<B>::bytes;
   });
+  kind.held = is_held(type);
   return kind;
 }
 
@@ -97,15 +115,12 @@ MatvecGeometry matvec_geometry(const MatvecKind &kind, const DriverProps &props,
   // less.
   g.splits = g.steps = 1;
   while (g.splits < kMatvecWaves && g.splits < g.slices) g.splits *= 2;
-  const uint64_t resident = uint64_t(props.compute_units) * waves_of_unit(props, images + sums(1, 1), r);
+  const uint64_t resident = uint64_t(props.compute_units) * waves_of_unit(kind, props, images + sums(1, 1), r);
   const uint64_t rounds = (sets * g.splits + resident - 1) / resident; // of blocks of one step
   if (kind.bytes) {
     const bool large = set * kItemColumns * props.wave_size / kind.elements * kind.bytes >= kStepBytes;
-    const bool many = props.compute_units >= kManyUnits;
-    if (!many || (!large && rounds <= kMostSteps))
-      g.steps = uint32_t(std::clamp<uint64_t>(rounds, 1, kMostSteps));
-    else
-      g.steps = large ? 1 : 2;
+    const uint32_t some = large && props.compute_units >= kManyUnits ? kFewSteps : kManySteps;
+    g.steps = rounds <= kMostSteps ? uint32_t(std::max<uint64_t>(rounds, 1)) : some;
   }
   while (g.steps > 1 && sums(g.splits, g.steps) > kMatvecSumBytes) --g.steps;
   g.block_rows = set * g.steps * kMatvecWaves / g.splits / (pair ? 2 : 1);
@@ -155,6 +170,7 @@ public:
       args.in = in;
       args.rows = rows * args.terms;
       args.slices = g.slices, args.splits = g.splits, args.steps = g.steps;
+      args.split_shift = uint32_t(std::countr_zero(g.splits));
       uint32_t blocks = 0;
       for (uint32_t m = 0; m < kMatvecSides; ++m) {
         const bool there = m < (args.pair ? 1 : part.sides);
@@ -183,8 +199,8 @@ private:
     Part part;
     part.kind = kind;
     MatvecArgs &args = part.args;
-    args.counts = builder.step().counts;
-    args.output_rows = output_rows_;
+    const StepCounts *counts = builder.step().counts;
+    args.count = output_rows_ ? &counts->outputs : &counts->rows;
     args.terms = product.precision == APU_PRECISION_FINE && !kind.floats ? 2 : 1;
     args.pair = pair;
     args.plain = args.terms == 1;

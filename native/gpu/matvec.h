@@ -11,8 +11,9 @@ struct MatvecKind {
   uint32_t set;      // rows of the matrix that a wave computes at once
   uint32_t elements; // of a block, and its bytes, of kernels that stage rows; else 0
   uint32_t bytes;
-  bool floats;      // reads Activations::x, not the quantised rows
-  uint32_t columns; // of a lane in a slice
+  bool floats;       // reads Activations::x, not the quantised rows
+  uint32_t columns;  // of a lane in a slice
+  bool held = false; // kHeld of the kernels' Format
 };
 
 // For a type and APU_PRECISION_*. Types without kernels of their own are of one kind ("any"), and so are all quantised

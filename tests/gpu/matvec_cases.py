@@ -156,7 +156,7 @@ def run_matvec(
             first += -(-n // block_rows)
     args = shim.args(
         "MatvecArgs",
-        counts=shim.input(shim.args("StepCounts", rows=rows, outputs=0)),
+        count=shim.input(np.array([rows], np.uint32)),
         **{"in": make_activations(shim, a, k, x)},
         sides=fields + [{}] * (4 - len(fields)),
         first_block=firsts + [NONE] * (4 - len(sides)),
@@ -166,10 +166,10 @@ def run_matvec(
         residual=shim.input(o.residual) if o.residual is not None else 0,
         soft_cap=o.cap,
         terms=o.terms,
-        output_rows=0,
         rows=len(a.q),
         slices=slices,
         splits=o.splits,
+        split_shift=o.splits.bit_length() - 1,
         steps=o.steps,
         plain=int(o.plain(sides)),
     )

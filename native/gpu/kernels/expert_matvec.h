@@ -12,11 +12,11 @@ namespace apu::gpu {
 template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a) {
   const u32 unit = block_id() % a.units, block = block_id() / a.units, t = a.second ? unit : unit / a.used;
   if (t >= a.counts->rows) return;
-  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * Product::kSet,
+  const u32 split_shift = split_shift_of(a.splits), set_rows = (kMatvecWaves >> split_shift) * a.steps * Product::kSet,
             block_rows = a.pair ? set_rows / 2 : set_rows;
   const u32 row_begin = block * block_rows, rows = a.w[0].rows;
   const u32 input = a.second ? t * a.used : t;
-  MatvecWork work{a.w[0], a.w[1], a.pair != 0, row_begin, rows, a.slices, a.splits, a.steps};
+  MatvecWork work{a.w[0], a.w[1], a.pair != 0, row_begin, rows, a.slices, a.splits, split_shift, a.steps};
   work.experts = a.experts;
   work.ids = a.ids + (a.second ? t * a.used : unit);
   work.slots = a.second ? a.used : 1;

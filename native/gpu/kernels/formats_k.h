@@ -23,7 +23,7 @@ APU_DEVICE void scales_k4(const u32 *header, u32 quarter, u32 &scales, u32 &mini
 // Columns [64 c, 64 c + 32) are the low nibbles of 32 bytes, the next 32 their high nibbles.
 struct Q4_K {
   static constexpr u32 kElements = 256, kBytes = 144;
-  static constexpr bool kAligned = true;
+  static constexpr bool kAligned = true, kHeld = true;
   using X = ItemXS;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
     x.load(row, item);
@@ -58,7 +58,7 @@ struct Q4_K {
 // As Q4_K, with fifth bits: bit b of byte l belongs to column 32 b + l.
 struct Q5_K {
   static constexpr u32 kElements = 256, kBytes = 176;
-  static constexpr bool kAligned = true;
+  static constexpr bool kAligned = true, kHeld = true;
   using X = ItemXS;
   static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) { x.load(row, item); }
   template <bool Aligned, u32 R>

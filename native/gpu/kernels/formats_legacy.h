@@ -49,7 +49,7 @@ APU_DEVICE float add_halves(i32 i0, i32 i1, const float *d) {
 // Reads blocks of a header of two (d) or four bytes (d and m), then N words.
 template <u32 Bytes, u32 Header> struct LegacyBlock {
   static constexpr u32 kElements = 32, kBytes = Bytes, kWords = (Bytes - Header) / 4;
-  static constexpr bool kAligned = true;
+  static constexpr bool kAligned = true, kHeld = true;
   static_assert(Header == 4 ? Bytes % 4 == 0 : Bytes % 4 == 2);
 
   // Block b of an item; d, and m where there is one, are the low and the high half of `header`.

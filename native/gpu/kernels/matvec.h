@@ -1,15 +1,15 @@
 // Products of a quantised matrix with 1 to 8 rows of int8 activations: the frame, over a Format that knows one type.
 //
-// A wave copies the bytes of a few matrix rows (a set) as they lie in the file into LDS of its own, by bulk copies, or
-// 16 aligned bytes a lane through registers while it multiplies the set before. A lane owns the same 64 columns (an
-// item) of every row and keeps their activations in registers, so a row costs its own bytes and nothing else. Sums of
-// waves meet in LDS once, at the end of the block, where bias, activation, residual and cap are applied and rows are
-// written side by side. Bytes moved: the matrix once for each 8 rows of activations; the activations once for each
-// block, from cache.
-// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q8_0 .84, Q4_0 .78, Q4_1, Q6_K .77,
-// Q4_K .76, Q5_K .73; at 128256x4096 .86 to .91. Of a launch of ten microseconds every tenth passes before all waves
-// have asked for weights, and as much after the last ones have come: the code to the first copy and from the last sum
-// is short, and its arguments lie together.
+// A wave copies the bytes of a few matrix rows (a set) as they lie in the file into LDS of its own: 16 aligned bytes a
+// lane, through registers while it multiplies the set before, or by bulk copies where registers are short and the
+// hardware has such. A lane owns the same 64 columns (an item) of every row and keeps their activations in registers,
+// so a row costs its own bytes and nothing else. Sums of waves meet in LDS once, at the end of the block, where bias,
+// activation, residual and cap are applied and rows are written side by side. Bytes moved: the matrix once for each 8
+// rows of activations; the activations once for each block, from cache.
+// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q4_1 .87, Q4_0 .85, Q8_0, Q4_K, Q5_1
+// .84, Q5_K .78, Q6_K .77; at 128256x4096 .90 to .96. Bulk copies of the types that now hold sets in registers reached
+// .76 to .84 and .86 to .89. What is left is the start of a launch, until all waves have asked for weights, and its
+// end: the code to the first load and from the last sum is short, and its arguments lie together.
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
@@ -22,6 +22,8 @@
 //                           multiple of 4), `image` holds the slice; `full` is false where only the first 32 columns
 //                           lie inside the row (kElements 32): nothing after them may be used.
 //   prepare()               optional: fills tables in LDS, by all threads of the block
+//   kHeld                   optional, true: few instructions, such that registers for the next set are worth more than
+//                           what bulk copies save
 // For each r the operations must be the same in number and order whatever R is (blocks.h of native/quant says which).
 #pragma once
 
@@ -148,11 +150,9 @@ struct MatvecWork {
   Matrix w, w2; // w2: up of a pair
   bool pair;
   u32 row_begin, row_end;
-  u32 slices, splits, steps;
+  u32 slices, splits, split_shift, steps;
   const i32 *ids = nullptr; // (slots) experts
   u32 experts = 0, slots = 1;
-
-  APU_METHOD u32 split_shift() const { return split_shift_of(splits); }
 };
 
 // A slice of all that a block computes.
@@ -250,13 +250,20 @@ template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
   return reinterpret_cast<float *>(dynamic_shared() + kMatvecWaves * kMatvecSet * (kSliceBytes + kRowImageExtra));
 }
 
+template <class Format> constexpr bool held_in_registers() {
+  if constexpr (requires { Format::kHeld; }) return Format::kHeld;
+  return false;
+}
+
 // The sets of a slice of rows, one after the other: copies to LDS, and products from there.
-template <class Format, u32 R, bool Bulk = kBulkCopy> struct SliceSets {
+template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Format>() && R <= 2)> struct SliceSets {
+  static constexpr bool kBulk = Bulk;
   static constexpr u32 kSet = kMatvecSet;
   static constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
   static constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
   static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
-  // Without bulk copies the next set waits in registers while one is multiplied, where there are enough.
+  // The next set waits in registers while one is multiplied, where there are enough; else bulk copies fetch it, where
+  // there are such.
   static constexpr bool kHold = !Bulk && R <= 2;
   static constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
   // A loop for aligned rows and one for others, or with sets in registers, which two loops would keep twice, a choice
@@ -367,7 +374,7 @@ template <class Format, u32 R, bool Bulk = kBulkCopy> struct SliceSets {
 template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
   using Sets = SliceSets<Format, R>;
   const u32 wave = wave_uniform(wave_id()), lane = lane_id();
-  const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift();
+  const u32 groups = kMatvecWaves >> work.split_shift, group = wave >> work.split_shift;
   const u32 k = work.w.k, items = (k + kItemColumns - 1) / kItemColumns;
   const u32 row_bytes = k / Format::kElements * Format::kBytes;
   const u32 step_rows = groups * Sets::kSet, set_rows = step_rows * work.steps;
@@ -376,7 +383,7 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
   sets.phase = 0;
   sets.images = dynamic_shared() + wave * (Sets::kSet * Sets::kImage);
   sets.shared_images = shared_address(sets.images);
-  if constexpr (kBulkCopy) {
+  if constexpr (Sets::kBulk) {
     if (lane == 0) bulk_init(sets.shared_images, Sets::kSet);
     wave_sync();
   }
@@ -422,7 +429,11 @@ template <u32 R> APU_DEVICE float matvec_total(const float *sums, u32 slices, u3
 // How `matvec` computes a block: quantised matrices here, float ones in matvec_float.h.
 template <class Format> struct QuantizedProduct {
   static constexpr u32 kSet = kMatvecSet;
-  static constexpr u32 blocks(u32 r) { return r == 1 ? 8 : r == 2 ? 6 : r == 4 ? 3 : 2; } // of a unit, without spills
+  static constexpr u32 blocks(u32 r) { // of a unit, without spills
+    if (r > 2) return r == 4 ? 3 : 2;
+    if (!held_in_registers<Format>()) return r == 1 ? 8 : 6;
+    return r == 2 ? 4 : matvec_small(Format::kElements, Format::kBytes) ? 7 : 6;
+  }
   template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     matvec_block<Format, R>(work, rows);
@@ -434,15 +445,16 @@ template <class Format> struct QuantizedProduct {
 template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
   constexpr u32 kSet = Product::kSet;
   const u32 begin = block_id_y() * R, block = block_id();
-  const u32 count = a.output_rows ? a.counts->outputs : a.counts->rows; // first and used last: nothing waits for it
+  const u32 count = *a.count; // first and used last: nothing waits for it
   u32 m = 0;
 #pragma unroll
   for (u32 i = 1; i < kMatvecSides; ++i) m += block >= a.first_block[i];
   const MatvecSide side = a.sides[m];
-  const u32 set_rows = (kMatvecWaves >> split_shift_of(a.splits)) * a.steps * kSet;
+  const u32 set_rows = (kMatvecWaves >> a.split_shift) * a.steps * kSet;
   const u32 block_rows = a.pair ? set_rows / 2 : set_rows, row_begin = (block - a.first_block[m]) * block_rows;
-  Product::template run<R>({side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.steps},
-                           ActivationRows{a.in, begin, a.rows - 1});
+  Product::template run<R>(
+      {side.w, a.sides[1].w, a.pair != 0, row_begin, side.w.rows, a.slices, a.splits, a.split_shift, a.steps},
+      ActivationRows{a.in, begin, a.rows - 1});
 
   const float *sums = Product::template sums<R>();
   const u32 term_shift = a.terms - 1; // 8 rows of two terms are 4 of out

@@ -18,6 +18,11 @@ constexpr u32 kFloatItemColumns = 32; // of a lane in a slice of a float matrix
 constexpr u32 kMatvecSides = 4;       // matrices of one launch
 constexpr u32 kRowImageExtra = 32;    // bytes of a staged row beside its slice: lead, misalignment and overshoot
 
+// Whether rows of a type leave registers for more waves of one row of activations.
+constexpr bool matvec_small(u32 elements, u32 bytes) {
+  return 8 * bytes <= 5 * elements;
+}
+
 struct MatvecSide {
   Matrix w;
   const float *bias; // (N) or null
@@ -28,16 +33,16 @@ struct MatvecSide {
 struct MatvecArgs {
   u32 slices;                    // of a row
   u32 splits;                    // waves that share a row, a divisor of kMatvecWaves
+  u32 split_shift;               // its binary logarithm
   u32 steps;                     // row sets that a wave computes, one after the other
   u32 first_block[kMatvecSides]; // of a side; kNone of those that are not there, and of up
   u32 pair;                      // sides 0 and 1 are gate and up, out is of side 0
   u32 rows;                      // of `in` that may be read, at least those that count
   u32 terms;                     // rows of `in` that are added to one of out: 1, or 2 in precision "fine"
-  u32 output_rows;               // rows are counted by counts->outputs
   u32 plain;                     // out is the product and nothing else: one term, no bias and so on
   MatvecSide sides[kMatvecSides];
-  Activations in; // (T * terms) rows
-  const StepCounts *counts;
+  Activations in;        // (T * terms) rows
+  const u32 *count;      // rows of out, in the step's counts
   u32 activation;        // ActivationKind
   float soft_cap;        // of side 0, 0 for none
   const float *up;       // (T, N) computed before, where there is an activation and no pair

@@ -62,7 +62,7 @@ template <class Weights> struct FloatProduct {
 
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {
     const u32 wave = wave_uniform(wave_id()), lane = lane_id(), k = work.w.k;
-    const u32 groups = kMatvecWaves >> work.split_shift(), group = wave >> work.split_shift(),
+    const u32 groups = kMatvecWaves >> work.split_shift, group = wave >> work.split_shift,
               set_rows = groups * work.steps * kSet;
     float *to = sums<R>();
     for (u32 step = 0; step < work.steps; ++step) {
