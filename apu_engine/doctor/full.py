@@ -91,12 +91,24 @@ def _open(ctx: Context) -> tuple[Device | None, Check]:
 
 def _runtime(device: Device) -> Check:
     props = device.props
-    data = {"kind": props.kind, "name": props.name, "arch": props.arch, "version": props.driver_version}
+    data = {
+        "kind": props.kind,
+        "name": props.name,
+        "arch": props.arch,
+        "version": props.driver_version,
+        "ways": list(props.ways),
+        "pageable": props.pageable,
+    }
     ways = ", ".join(props.ways) or "none"
-    data["ways"] = list(props.ways)
-    data["pageable"] = props.pageable
-    value = f"{props.kind} {props.driver_version}: {props.name}, {props.arch}; ways of registering: {ways}"
+    value = f"{_version(props.kind, props.driver_version)}: {props.name}, {props.arch}; ways of registering: {ways}"
     return Check("runtime", "ok", value, data=data)
+
+
+def _version(kind: str, number: int) -> str:
+    """HIP counts 60443484 for 6.4.43484, CUDA 12080 for 12.8."""
+    if kind == "hip":
+        return f"HIP {number // 10**7}.{number // 10**5 % 100}.{number % 10**5}"
+    return f"CUDA {number // 1000}.{number % 1000 // 10}"
 
 
 def _size(available: int) -> int:
