@@ -224,6 +224,8 @@ def _start_alone(request: Request, foreground: bool) -> int:
     from apu_engine.device import pick_device
     from apu_engine.doctor import verdict_line
 
+    if not foreground:  # where the server says it on the same screen
+        _say(verdict_line(replace(request.config, model=request.model)))
     try:
         device = pick_device(request.config.device, request.config.kernels)
     except GpuError as error:
@@ -232,8 +234,6 @@ def _start_alone(request: Request, foreground: bool) -> int:
         device, request = _demo_on_the_cpu(request, error)
     model = request.model or _demo_model()
     _say(f"device: {device.name} ({device.reason})")
-    if not foreground:  # which says it itself
-        _say(verdict_line(replace(request.config, model=model)))
     command = [sys.executable, "-m", "apu_engine", "serve", f"--model={model}", *request.flags]
     argv = [*request.flags, f"--model={model}"]
     import psutil

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context, mount_of
@@ -20,19 +21,30 @@ _LARGE_FOLIOS = {"xfs": (5, 18, 0), "ext4": (6, 16, 0), "tmpfs": (5, 0, 0)}
 
 
 def rocm(ctx: Context) -> Check:
-    """The newest ROCm below /opt; --full opens the runtime that is used and shows its version and place."""
-    found: list[tuple[tuple[int, ...], str, str]] = []
-    for folder in sorted(ctx.machine.path("opt").glob("rocm*")):
-        text = ctx.machine.text(str(folder.relative_to(ctx.machine.root) / ".info" / "version")) or ""
-        if version := re.match(r"(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?", text):
-            numbers = tuple(int(part or 0) for part in version.groups())
-            found.append((numbers, version[0], f"/{folder.relative_to(ctx.machine.root)}"))
-    best = max(found, default=None)
+    """Which copies of AMD's runtime are installed; --full opens the one that is used."""
     if ctx.gpu is None:
         return absent("rocm", ctx.no_gpu)
-    if best is None:
-        return Check("rocm", "info", "none below /opt", data={"version": None, "path": None})
-    return Check("rocm", "ok", f"{best[1]} in {best[2]}", data={"version": best[1], "path": best[2]})
+    if ctx.request.quick:
+        return absent("rocm", "not looked at: opening the device says it")
+    from apu_engine.config import hip_library_wanted
+    from apu_engine.runtime import installed
+
+    copies = sorted(installed(ctx.machine), key=lambda copy: copy.version, reverse=True)
+    data = {"copies": [{"path": str(c.path), "version": c.version_text, "source": c.source} for c in copies]}
+    if named := hip_library_wanted():
+        return Check("rocm", "info", f"APU_HIP_LIBRARY names {named}", data=data)
+    if not copies:
+        return Check("rocm", "bad", "libamdhip64 is not installed", remedies.runtime(ctx.distro), data)
+    newest = copies[0]
+    others = f"; {len(copies) - 1} more" if len(copies) > 1 else ""
+    value = f"{newest.version_text}, {_below(ctx, newest.path)}{others}"
+    return Check("rocm", "ok", value, data=data)
+
+
+def _below(ctx: Context, path: Path) -> str:
+    """Without the root of a test."""
+    root = ctx.machine.root
+    return f"/{path.relative_to(root)}" if path.is_relative_to(root) else str(path)
 
 
 def file_system(ctx: Context) -> Check:

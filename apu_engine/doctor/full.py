@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.doctor.context import Context
-from apu_engine.doctor.report import Check, absent, gib
+from apu_engine.doctor.report import Check, absent, gib, rounded
 from apu_engine.doctor.strategies import strategies
 from apu_engine.errors import ApuError
 from apu_engine.memory.watchdog import Task, Watchdog
@@ -124,7 +124,7 @@ def cpu_bandwidth(ctx: Context) -> Check:
     with Device("cpu") as device:
         rate = device.read_rate(data.__array_interface__["data"][0], nbytes, PASSES)
         threads = device.props.threads
-    numbers = {"gb_per_s": round(rate / 1e9, 1), "threads": threads, "bytes": nbytes}
+    numbers = {"gb_per_s": rounded(rate / 1e9), "threads": threads, "bytes": nbytes}
     return Check("cpu_bandwidth", "ok", f"{rate / 1e9:.1f} GB/s with {threads} threads", data=numbers)
 
 
@@ -138,7 +138,7 @@ def gpu_bandwidth(ctx: Context, device: Device) -> Check:
         rate = device.read_rate(region.address, nbytes, PASSES) / 1e9
     finally:
         region.free()
-    numbers = {"gb_per_s": round(rate, 1), "bytes": nbytes}
+    numbers = {"gb_per_s": rounded(rate), "bytes": nbytes}
     usual = _USUAL.get(device.props.arch, 0)
     value = f"{rate:.1f} GB/s of {gib(nbytes)}"
     if rate < usual * _LOW_SHARE:

@@ -129,6 +129,11 @@ def gib(count: int) -> str:
     return f"{value:.1f} GiB" if value < 1023.5 else f"{value / 1024:.2f} TiB"
 
 
+def rounded(value: float) -> float:
+    """Four digits, as many as a measurement has."""
+    return float(f"{value:.4g}")
+
+
 def absent(id_: str, value: str) -> Check:
     """A check of what this machine does not have."""
     return Check(id_, "absent", value)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from apu_engine.doctor.context import Context
-from apu_engine.doctor.report import Check, Verdict
+from apu_engine.doctor.report import Check, Verdict, rounded
 from apu_engine.errors import ApuError
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def strategies(ctx: Context, device: Device, task: Task) -> Check:
         staged, problem = _staged(job)
     chosen = candidates("auto", "auto", found, device.props.ways)[0]
     data = {
-        "device_gb_per_s": round(found.device_gb_per_s, 1),
+        "device_gb_per_s": rounded(found.device_gb_per_s),
         "ways": [_numbers(found, way) for way in found.ways],
-        "staged_gib_per_s": None if problem else round(staged, 2),
+        "staged_gib_per_s": None if problem else rounded(staged),
         "staged_problem": problem,
         "auto": chosen.title,
     }
@@ -74,10 +74,10 @@ def _numbers(probe: Probe, way: Way) -> dict[str, object]:
         "name": way.name,
         "problem": way.problem,
         "grain": way.grain,
-        "gb_per_s": round(way.gb_per_s, 1),
-        "share": round(probe.share(way), 3),
-        "register_s_per_gib": round(way.register_s_per_gib, 3),
-        "first_touch_s_per_gib": round(way.first_touch_s_per_gib, 3),
+        "gb_per_s": rounded(way.gb_per_s),
+        "share": rounded(probe.share(way)),
+        "register_s_per_gib": rounded(way.register_s_per_gib),
+        "first_touch_s_per_gib": rounded(way.first_touch_s_per_gib),
     }
 
 

@@ -63,7 +63,7 @@ def test_stock(tmp_path: Path) -> None:
     )
     assert check(report, "kfd_limit").value == "121.9 GiB of file pages in place"
     assert check(report, "gtt").data["total"] == 16435627 * 4096
-    assert check(report, "rocm").data == {"version": "7.1.1", "path": "/opt/rocm-7.1.1"}
+    assert check(report, "rocm").value == "7.1.1, /opt/rocm-7.1.1/lib/libamdhip64.so.7"
     assert report.verdict == "warn"
     assert report.line() == (
         "doctor: 3 warnings (kernel 6.17.0-8-generic, IOMMU DMA-FQ, ...); `apu-engine doctor` shows the remedies"
@@ -84,7 +84,6 @@ def test_point(tmp_path: Path) -> None:
         "power": "warn",
         "kernel": "warn",
         "iommu": "warn",
-        "rocm": "info",
         "mes": "bad",
         "memlock": "warn",
         "carve_out": "warn",
@@ -117,7 +116,7 @@ def test_container(tmp_path: Path) -> None:
         "container": "bad",
         "kfd": "bad",
         "render": "bad",
-        "rocm": "info",
+        "rocm": "bad",
         "iommu": "warn",
         "memlock": "warn",
         "ttm": "info",
@@ -132,6 +131,7 @@ def test_container(tmp_path: Path) -> None:
         "on the host: in /etc/default/grub set iommu=pt in GRUB_CMDLINE_LINUX_DEFAULT",
         "sudo grub2-mkconfig -o /boot/grub2/grub.cfg",
     )
+    assert check(report, "rocm").remedy[0] == "sudo apt install libamdhip64-dev"  # the container is a Debian
     assert check(report, "memlock").remedy == ("start the container with --ulimit memlock=-1:-1",)
     assert check(report, "memory").data["cgroup_limit"] == 32 << 30
     mounted = look(CONTAINER, tmp_path, folder=Path("/models"))

@@ -105,6 +105,7 @@ def test_copies_are_tried_in_processes_of_their_own(
 ) -> None:
     root = tmp_path / "machine"
     shutil.copytree(STOCK, root)
+    shutil.rmtree(root / "opt")
     broken = put(root, "opt/rocm-7.2.0/lib/libamdhip64.so.7")
     good = put(root, "opt/rocm-7.1.0/lib/libamdhip64.so.7", content=library())
     put(root, "opt/rocm-7.2.0/.info/version").write_text("7.2.0")
