@@ -296,8 +296,9 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
         tried = [Candidate("staged", why="as asked")]
     else:
         fit(config, model, device, _possible(config.memory, device), sizes=sizes)  # said before anything is tried
-        asked = config.memory in ("auto", "registered") and config.memory_way == "auto"
-        tried = candidates(config.memory, config.memory_way, probe(job) if asked else None, device.props.ways)
+        only = "direct" if config.memory == "direct" else config.memory_way
+        measured = None if config.memory == "staged" else probe(job, only=None if only == "auto" else only)
+        tried = candidates(config.memory, config.memory_way, measured, device.props.ways)
     failures: list[tuple[Candidate, ApuError]] = []
     for candidate in tried:
         try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def candidates(memory: str, way: str, probe: Probe | None, ways: Sequence[str]) 
     if memory == "staged":
         return [Candidate("staged", why="as asked")]
     if memory == "direct":
-        return [Candidate("direct", why="as asked")]
+        return [_in_place("direct", probe, "as asked")]
     if way != "auto":
         return [_in_place(way, probe, "as asked")]
     assert probe is not None
@@ -126,7 +126,8 @@ def _in_place(name: str, probe: Probe | None, otherwise: str = "") -> Candidate:
     found = probe.find(name) if probe is not None else None
     why = otherwise
     if probe is not None and found is not None and found.gb_per_s:
-        why = f"{probe.share(found):.0%} of device bandwidth"
+        fine = ", fine-grained" if found.grain == "fine" else ""
+        why = f"{probe.share(found):.0%} of device bandwidth{fine}"
     return Candidate("direct", None, why) if name == "direct" else Candidate("registered", name, why)
 
 
@@ -166,8 +167,9 @@ class _Slice:
         return self.last - self.first
 
 
-def probe(job: Job, fresh: bool = False) -> Probe:
-    """How the device reads the files of `job` in place: from the cache, which `fresh` empties, else measured.
+def probe(job: Job, fresh: bool = False, only: str | None = None) -> Probe:
+    """How the device reads the files of `job` in place: from the cache, which `fresh` empties, else measured. With
+    `only` no other way is tried, and what is measured is not kept.
 
     Raises LoadCancelled, MappingError for a file that cannot be read, NativeError where the device cannot even
     allocate; a way that fails is a Way with a problem.
@@ -176,20 +178,22 @@ def probe(job: Job, fresh: bool = False) -> Probe:
     if fresh:
         cache.forget()
     kept = cache.read()
-    if kept is not None:
+    if kept is not None and (only is None or kept.find(only) is not None):
         return replace(kept, cached=True)
     start = time.monotonic()
     deadline = start + SECONDS
     names = [name for name in LETTERS if name in job.device.props.ways]
     if job.device.props.pageable:
         names.append("direct")
+    if only is not None:
+        names = [only]
     job.goes_on("probing: reading slices of the file")
     slices = _slices(job) if names else []
     reference = _device_rate(job, slices[0].nbytes) if slices else 0.0
     found: list[Way] = []
     for name in names if slices else []:
         job.goes_on(f"probing {Way(name).title}")
-        if name in (lost := cache.lost()):
+        if only is None and name in (lost := cache.lost()):
             problem = f"the process did not survive trying it {lost[name]}; `apu-engine doctor --full` tries again"
             found.append(Way(name, problem))
         elif time.monotonic() > deadline:
@@ -198,7 +202,8 @@ def probe(job: Job, fresh: bool = False) -> Probe:
             with cache.trying(name):
                 found.append(_try(job, name, slices))
     result = Probe(reference, slices[0].nbytes if slices else 0, time.monotonic() - start, time.time(), tuple(found))
-    cache.write(result)
+    if only is None:
+        cache.write(result)
     return result
 
 
@@ -356,7 +361,7 @@ class Cache:
             self._save(kept)
 
     @contextlib.contextmanager
-    def trying(self, way: str):  # type: ignore[no-untyped-def]
+    def trying(self, way: str) -> Iterator[None]:
         """Marks a way as being tried until the block ends, however it ends."""
         kept = self._load()
         kept.trying.setdefault(self.key, {})[way] = time.strftime("%Y-%m-%d %H:%M")

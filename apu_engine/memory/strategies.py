@@ -317,9 +317,16 @@ class _Source:
 
     def drop(self) -> int:
         """Drops the file's pages from the page cache; bytes that stayed, as far as the kernel says."""
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return cached_bytes(self.fd, self.path, self._identity[0]) or 0
+        kept = 0
+        for again in (False, True):
+            with contextlib.suppress(OSError):
+                if again:  # pages of a file that was just written stay until they are on disk
+                    os.fdatasync(self.fd)
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            kept = cached_bytes(self.fd, self.path, self._identity[0]) or 0
+            if not kept:
+                break
+        return kept
 
     def close(self) -> None:
         os.close(self.fd)

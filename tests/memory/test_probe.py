@@ -106,6 +106,15 @@ def test_nothing_works(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (only.strategy, only.why) == ("staged", "the runtime has no way of reading in place")
 
 
+def test_one_way_alone(file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Who names a way may have a reason not to try the others; the next start measures them all."""
+    memory = Memory()
+    result = probe(job(memory, file, monkeypatch), only="lock")
+    assert [way.name for way in result.ways] == ["lock"]
+    assert not any("svm" in line for line in memory.log)
+    assert not probe(job(memory, file, monkeypatch)).cached
+
+
 def test_direct_is_measured_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(ways=("register",), pageable=True, rates={"register": 100})
     found = choose(probe(job(memory, file, monkeypatch)))
@@ -116,7 +125,8 @@ def test_what_was_asked_for() -> None:
     result = Probe(200, 1 << 28, 1, 0, (Way("svm", gb_per_s=199), Way("lock", gb_per_s=150, grain="fine")))
     assert choose(result, "staged") == [Candidate("staged", why="as asked")]
     assert choose(result, "direct") == [Candidate("direct", why="as asked")]
-    assert choose(result, "auto", "lock") == [Candidate("registered", "lock", "75% of device bandwidth")]
+    why = "75% of device bandwidth, fine-grained"
+    assert choose(result, "auto", "lock") == [Candidate("registered", "lock", why)]
     assert candidates("registered", "lock", None, ["lock"]) == [Candidate("registered", "lock", "as asked")]
     assert names(choose(result, "registered")) == ["registered (way A)", "registered (way C)"]
 
@@ -143,6 +153,7 @@ def test_a_result_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch, cache: Pa
     )
     assert not probe(other).cached  # another driver
     assert not probe(job(memory, file, monkeypatch), fresh=True).cached
+    assert probe(job(memory, file, monkeypatch), only="lock").cached
     assert [path.name for path in cache.parent.iterdir()] == ["probe.json"]
     Cache(module._key(other)).forget()
     assert not probe(other).cached
