@@ -113,7 +113,7 @@ def _run(config: EngineConfig, tests: Sequence[Case], repetitions: int, profile:
 
     runtime = load(config)
     try:
-        limit = ReadLimit(runtime.device, runtime.loaded.plan.spec)
+        limit = ReadLimit(runtime.device, runtime.loaded.plan.spec, [item.address for item in runtime.weights.placed])
         for test in tests:
             measure(runtime, test._replace(n_gen=min(test.n_gen, 16)), limit)
             samples = [measure(runtime, test, limit, profile) for _ in range(repetitions)]

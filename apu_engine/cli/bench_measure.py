@@ -9,6 +9,7 @@ are read from it again and again, by the limit as by decoding.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -49,9 +50,9 @@ class Sample:
 class ReadLimit:
     """Plain reads of a model's weights in place, by all workers of its device."""
 
-    def __init__(self, device: Device, spec: PlanSpec) -> None:
+    def __init__(self, device: Device, spec: PlanSpec, parts: Sequence[int] = ()) -> None:
         self._device = device
-        self.ranges = weight_ranges(spec)
+        self.ranges = weight_ranges(spec, parts)
         size = sum(nbytes for _, nbytes in self.ranges)
         self._passes = min(max(1, READ_BYTES // max(size, 1)), MOST_PASSES)
 
@@ -68,13 +69,17 @@ class ReadLimit:
         return total / seconds
 
 
-def weight_ranges(spec: PlanSpec) -> list[tuple[int, int]]:
-    """(address, bytes) where a plan's weights lie, in order, neighbours joined."""
+def weight_ranges(spec: PlanSpec, parts: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """(address, bytes) where a plan's weights lie, in order, neighbours joined; not across the beginning of one of the
+    `parts` that were given to the device: what lies before it may be nobody's.
+    """
+    begins = sorted(parts)
     segments = sorted((s.address, s.row_count * s.row_stride) for tensor in spec.tensors for s in tensor.segments)
     joined: list[tuple[int, int]] = []
     for address, nbytes in segments:
-        if joined and address <= sum(joined[-1]) + GAP:
-            begin = joined[-1][0]
+        begin = joined[-1][0] if joined else 0
+        same = bisect_right(begins, begin) == bisect_right(begins, address)
+        if joined and same and address <= sum(joined[-1]) + GAP:
             joined[-1] = (begin, max(sum(joined[-1]), address + nbytes) - begin)
         else:
             joined.append((address, nbytes))

@@ -105,9 +105,10 @@ class Runtime:
         self.engine.close(timeout)
         if self._template is not None:
             self._template.close()
-        self.loaded.close()
-        self.weights.close()
-        self.device.close()
+        with self.watchdog.during("giving back the device's memory"):
+            self.loaded.close()
+            self.weights.close()
+            self.device.close()
         self.watchdog.close()
 
 

@@ -36,7 +36,8 @@ from apu_engine.weights.model_file import TensorRef
 LETTERS = {"svm": "A", "advise": "B", "lock": "C", "register": "D"}  # as documentation calls the ways
 PIECE = 64 << 20  # bytes between two looks at whether loading was cancelled
 EDGE = 64 << 10  # bytes at each end of a part that are summed
-GROWTH = 64 << 20  # anonymous memory that a runtime may take for its own books while it registers
+GROWTH = 64 << 20  # anonymous memory that a runtime may take for its own books while it registers, and
+GROWTH_SHARE = 256  # this part of what is registered
 _SMALLER = 1 << 28  # most of one registration where larger ones were refused
 _ALIGNMENT = 256  # of device allocations; bytes of a copy keep their file offset's remainder
 
@@ -215,7 +216,7 @@ def registered(job: Job, way: str, limit: int = REGISTERED_BYTES) -> Weights:
             weights._regions.append(region)
             weights.placed.append(Placed(part, _address(region, mapping.address + first, nbytes) + part.begin - first))
             grains.add(region.info().grain)
-            if (growth := anonymous_bytes() - before) > GROWTH:
+            if (growth := anonymous_bytes() - before) > GROWTH + meter.done // GROWTH_SHARE:
                 raise Refused(f"registering took {human_bytes(growth)} of anonymous memory: pages are being copied")
             meter.add(part.nbytes)
         weights.grain = next((grain for grain in ("fine", "unknown") if grain in grains), "coarse")

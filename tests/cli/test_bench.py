@@ -129,6 +129,7 @@ def test_neighbouring_weights_are_one_range() -> None:
     far = 4096 + 2560 + GAP + 1
     assert weight_ranges(_spec((4096, 4), (5120, 6), (far, 2))) == [(4096, 2560), (far, 512)]
     assert weight_ranges(_spec((5120, 6), (4096, 4), (4096, 4))) == [(4096, 2560)]
+    assert weight_ranges(_spec((4096, 4), (5120, 6)), [4000, 5100]) == [(4096, 1024), (5120, 1536)]
 
 
 def test_the_limit_reads_small_weights_often_and_large_ones_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
