@@ -20,14 +20,29 @@ constexpr uint64_t kMostPartBytes = 64u << 20; // beyond them one block takes al
 struct Lds {
   uint32_t span, rows;
 };
-template <u32 Most> Lds lds_of(uint32_t wave_size) {
-  if (wave_size == 64) return {kSpanLds<Most, kSpanThreads / 64>, kRowsLds<Most, kRowsThreads / 64>};
-  return {kSpanLds<Most, kSpanThreads / 32>, kRowsLds<Most, kRowsThreads / 32>};
+template <u32 Type, u32 Most, bool Rings> Lds lds_of(uint32_t wave_size) {
+  if (wave_size == 64) return {kSpanLds<Type, Most, kSpanThreads / 64, Rings>, kRowsLds<Most, kRowsThreads / 64>};
+  return {kSpanLds<Type, Most, kSpanThreads / 32, Rings>, kRowsLds<Most, kRowsThreads / 32>};
+}
+template <u32 Type> Lds lds_of(uint32_t most, uint32_t wave_size, bool rings) {
+  if (rings) {
+    return most == 64    ? lds_of<Type, 64, true>(wave_size)
+           : most == 128 ? lds_of<Type, 128, true>(wave_size)
+                         : lds_of<Type, 256, true>(wave_size);
+  }
+  return most == 64    ? lds_of<Type, 64, false>(wave_size)
+         : most == 128 ? lds_of<Type, 128, false>(wave_size)
+                       : lds_of<Type, 256, false>(wave_size);
+}
+
+// The kernels by spans copy to LDS in bulk there (kBulkCopy).
+bool bulk_copies(const DriverProps &props) {
+  return props.arch.rfind("sm_", 0) == 0;
 }
 
 // Columns of a wave's tiles in the kernels by spans (kTileFew).
 uint32_t few_vectors(const DriverProps &props) {
-  return props.arch.rfind("sm_", 0) == 0 ? 8 : kTileVectors;
+  return bulk_copies(props) ? 8 : kTileVectors;
 }
 
 bool aligned16(const PagedState &s) {
@@ -80,9 +95,8 @@ private:
                        d >= (k.dtype == APU_F16 ? 32 : 64) && dv % 16 == 0;
     if (tiles && std::max(d, dv) <= 256) {
       const uint32_t most = d == 64 && dv == 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
-      const Lds lds = most == 64    ? lds_of<64>(wave_size)
-                      : most == 128 ? lds_of<128>(wave_size)
-                                    : lds_of<256>(wave_size);
+      const bool rings = bulk_copies(b.props());
+      const Lds lds = k.dtype == APU_F16 ? lds_of<kF16>(most, wave_size, rings) : lds_of<kQ8>(most, wave_size, rings);
       const bool exact = d == most && dv == most && (k.dtype == APU_F16 || most <= 128);
       const std::string name =
           std::string(k.dtype == APU_F16 ? "f16_" : "q8_0_") + (exact ? "" : "to_") + std::to_string(most);

@@ -45,7 +45,9 @@ def pack(x: NDArray[np.float32], dtype: int, values: bool) -> tuple[NDArray[np.u
         q, scales = quantize(x)
         real = q.astype(np.float64) * np.repeat(scales.astype(np.float64), 32, -1)
         biased = q.view(np.uint8) ^ np.uint8(128)
-        parts = [tiles(biased), tiles(scales)] if values else [biased, scales]
+        sides = [tiles(biased), tiles(scales)] if values else [biased, scales]
+        sides = [np.ascontiguousarray(a).reshape(pages, heads, 4, -1).view(np.uint8) for a in sides]
+        parts = [np.concatenate(sides, -1)]
     data = [np.ascontiguousarray(p).reshape(flat).view(np.uint8) for p in parts]
     return np.concatenate(data, -1).reshape(pages, -1), real
 
@@ -63,8 +65,9 @@ def unpack(pages: NDArray[np.uint8], heads: int, d: int, dtype: int, values: boo
 
     if dtype != Q8_0:
         return rows(np.ascontiguousarray(parts).view(np.float32 if dtype == F32 else np.float16), d).astype(np.float64)
-    q = np.ascontiguousarray(parts[..., : ROWS * d] ^ np.uint8(128)).view(np.int8)
-    scales = np.ascontiguousarray(parts[..., ROWS * d :]).view(np.float16)
+    of_tiles = parts.reshape(len(pages), heads, 4, -1)
+    q = np.ascontiguousarray(of_tiles[..., : 32 * d] ^ np.uint8(128)).view(np.int8)
+    scales = np.ascontiguousarray(of_tiles[..., 32 * d :]).view(np.float16)
     real: NDArray[np.float64] = rows(q, d) * np.repeat(rows(scales, d // 32).astype(np.float64), 32, -1)
     return real
 

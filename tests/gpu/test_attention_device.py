@@ -18,7 +18,8 @@ NAMES = {F32: "f32", F16: "f16", Q8_0: "q8_0"}
 
 @lru_cache
 def shim_of(file: str, wave: int, reverse: bool) -> Shim:
-    return Shim([file], wave, reverse)
+    """One of wave 32 has bulk copies."""
+    return Shim([file], wave, reverse, ["APU_SHIM_ASYNC"] if wave == 32 else [])
 
 
 @dataclass
@@ -79,7 +80,10 @@ class Case:
             groups = waves // (2 if self.most > 128 else 1)
             return 16 * groups, 2 * groups * 16 * stride
         shares = waves // (2 if self.most > 128 else 1)
-        return 16, 2 * 16 * stride + 4 * (16 * shares * (self.most + 6) + 4)
+        halves = {(F16, 64): 3, (F16, 128): 3, (Q8_0, 64): 4, (Q8_0, 128): 2, (Q8_0, 256): 2}  # of a ring
+        ring = halves.get((self.dtype, self.most), 0) if self.wave == 32 else 0
+        front = max(waves * ring * (64 if self.dtype == F16 else 34) * self.most, 4 * 16 * shares * (self.most + 4))
+        return 16, front + 2 * 16 * stride + 8 * 16 * shares + 16 + 8 * waves * ring
 
     def run(self, spans: list[Span], unwritten: float | None = None) -> NDArray[np.float32]:
         """(T, H, dv); positions behind the last row of each sequence hold `unwritten`, if given."""

@@ -222,6 +222,7 @@ APU_DEVICE u32 shared_load_u8(SharedAddress a) {
 APU_DEVICE void bulk_init(SharedAddress, u32) {}
 APU_DEVICE void bulk_expect(SharedAddress, u32) {}
 APU_DEVICE void bulk_copy(SharedAddress, const void *, u32, SharedAddress) {}
+APU_DEVICE void bulk_fence() {}
 APU_DEVICE void bulk_wait(SharedAddress, u32) {}
 APU_DEVICE void copy_commit() {}
 template <int N> APU_DEVICE void copy_wait() {}

@@ -108,7 +108,7 @@ APU_DEVICE void attend_page(const AttentionArgs &a, const Item &item, const FmaL
 struct FmaResult {
   const FmaLds &lds;
   u32 dv;
-  APU_METHOD SpanElement of(u32 v, u32 m) const { return {lds.max[v], lds.sum[v], lds.acc[v * dv + m]}; }
+  APU_METHOD SpanElements<1> of(u32 v, u32 m) const { return {lds.max[v], lds.sum[v], {{lds.acc[v * dv + m]}}}; }
 };
 
 template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
@@ -140,7 +140,7 @@ template <bool Float> APU_DEVICE void attention_fma(const AttentionArgs &a) {
       span_range(a, item, &begin, &end);
       for (u32 base = begin / kPageRows * kPageRows; base < end; base += kPageRows)
         attend_page<Float>(a, item, lds, base, begin, end);
-      finish_span<kFmaThreads>(a, survey, item, dv, FmaResult{lds, dv}, lds.flag, lds.scores);
+      finish_span<kFmaThreads, 1>(a, survey, item, dv, FmaResult{lds, dv}, lds.flag);
     }
   }
 }

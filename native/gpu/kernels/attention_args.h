@@ -4,10 +4,10 @@
 // position; F16 and Q8_0 values lie transposed in tiles of 32 positions, so that a lane reads neighbouring positions of
 // one element: each is the contiguous side of an operand of a matrix tile, and a part is read once, in its order.
 //   keys    F32, F16  (128, d)
-//           Q8_0      quants (128, d), then scales (128, d/32) F16
+//           Q8_0      (4): quants (32, d), then their scales (32, d/32) F16
 //   values  F32       (128, d)
 //           F16       (4, d, 32)
-//           Q8_0      quants (4, d, 32), then scales (4, d/32, 32) F16
+//           Q8_0      (4): quants (d, 32), then their scales (d/32, 32) F16
 // Quants are bytes of 128 + q, which become halves without a shift.
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace apu::gpu {
 
 constexpr u32 kF32 = 0, kF16 = 1, kQ8 = 8; // APU_F32, APU_F16, APU_Q8_0
-constexpr u32 kValueTile = 32;             // positions
+constexpr u32 kValueTile = 32;             // positions; also of Q8_0 keys and their scales
 constexpr u32 kScaleBlock = 32;            // elements of a Q8_0 block
 
 constexpr u32 kRopeThreads = 256;
@@ -76,15 +76,26 @@ template <u32 Most> constexpr u32 kQueryStride = Most / 32 % 2 ? Most : Most + 3
 // Values of heads above 128 are halved between two waves, which make the same scores.
 template <u32 Most> constexpr u32 kWaveParts = Most > 128 ? 2 : 1;
 template <u32 Most> constexpr u32 kWaveTiles = Most / 16 / kWaveParts<Most>;
-// LDS of a span: queries, maxima, sums and accumulators of each wave's share of the positions.
+// Where there are bulk copies a wave has a ring in LDS, of so many halves of tiles, keys and values in turn; 0: none.
+template <u32 Type, u32 Most> constexpr u32 kRing = Type == kF16 ? (Most > 128 ? 0 : 3) : (Most == 64 ? 4 : 2);
+template <u32 Type, u32 Most> constexpr u32 kHalfBytes = (Type == kF16 ? 64 : 34) * Most;
+template <u32 Type, u32 Most, u32 Waves> constexpr u32 kRingsBytes = Waves * kRing<Type, Most> * kHalfBytes<Type, Most>;
+// LDS of a span: rings, of which the accumulators of each wave's share of the positions take the place; queries; maxima
+// and sums of the shares; a flag; barriers of the rings.
 template <u32 Most, u32 Waves> constexpr u32 kSpanShares = Waves / kWaveParts<Most>;
 template <u32 Most, u32 Waves>
-constexpr u32 kSpanLds =
-    2 * kTileVectors * kQueryStride<Most> + 4 * (kTileVectors * kSpanShares<Most, Waves> * (Most + kAccPad + 2) + 4);
+constexpr u32 kSharesBytes = 4 * kTileVectors * kSpanShares<Most, Waves> * (Most + kAccPad);
+template <u32 Type, u32 Most, u32 Waves, bool Rings>
+constexpr u32 kSpanFront =
+    Rings && kRingsBytes<Type, Most, Waves> > kSharesBytes<Most, Waves> ? kRingsBytes<Type, Most, Waves>
+                                                                        : kSharesBytes<Most, Waves>;
+template <u32 Type, u32 Most, u32 Waves, bool Rings>
+constexpr u32 kSpanLds = kSpanFront<Type, Most, Waves, Rings> + 2 * kTileVectors * kQueryStride<Most> +
+                         8 * kTileVectors * kSpanShares<Most, Waves> + 16 + (Rings ? 8 * Waves * kRing<Type, Most> : 0);
 template <u32 Most, u32 Waves>
 constexpr u32 kRowsLds = 2 * Waves / kWaveParts<Most> * kTileVectors * kQueryStride<Most>;
 
-// Of one part: maxima (vectors), sums (vectors), accumulators (vectors, dv); whole cache lines, because a line that two
+// Of one part: accumulators (vectors, dv), maxima (vectors), sums (vectors); whole cache lines, because a line that two
 // blocks share could be stale in one's cache.
 constexpr u32 part_floats(u32 vectors, u32 dv) {
   return (vectors * (dv + 2) + 31) / 32 * 32;

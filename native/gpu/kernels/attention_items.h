@@ -190,92 +190,109 @@ APU_DEVICE u32 thread_in_loop() {
   return thread;
 }
 
-constexpr u32 kWeightedParts = 64; // whose weights are in LDS at once
-
 APU_DEVICE float *part_of(const AttentionArgs &a, const Item &item, u32 span) {
   return a.parts + u64(item.slot + (span - item.first_span) * item.slot_step) * a.slot_floats;
 }
 
-// The chunk's rows of the output: the parts of all spans, added up. `lds`: stride * (kWeightedParts + 2) floats. A wave
-// takes the maxima and sums of its vectors, the part of span s in lane s % wave, so that their order depends on the
-// spans' numbers alone.
-template <u32 Threads> APU_DEVICE void combine_parts(const AttentionArgs &a, const Item &item, u32 dv, float *lds) {
-  const u32 vectors = item.rows * item.heads, stride = a.chunk_rows * a.chunk_heads;
-  const u32 thread = thread_in_loop(), lane = thread % kWaveSize;
-  float *weights = lds, *maxima = lds + stride * kWeightedParts, *factors = maxima + stride;
-  const u32 first = item.first_span, last = item.last_span, own = first / kWaveSize * kWaveSize + lane;
-  const bool at_once = last - first < kWeightedParts;
-  for (u32 v = thread / kWaveSize; v < vectors; v += Threads / kWaveSize) {
-    const bool real = own >= first && own <= last;
-    const float *part = part_of(a, item, real ? own : first);
-    const float own_max = real ? part[v] : kMinusInfinity, own_sum = real ? part[stride + v] : 0.0f;
-    float max = own_max;
-    for (u32 s = own + kWaveSize; s <= last; s += kWaveSize) max = max_f32(max, part_of(a, item, s)[v]);
-    max = wave_max(max);
-    const float own_weight = exp_f32(own_max - max);
-    float sum = own_weight * own_sum;
-    if (at_once && real) weights[(own - first) * stride + v] = own_weight;
-    for (u32 s = own + kWaveSize; s <= last; s += kWaveSize) {
-      const float weight = exp_f32(part_of(a, item, s)[v] - max);
-      sum = fma_f32(weight, part_of(a, item, s)[stride + v], sum);
-      if (at_once) weights[(s - first) * stride + v] = weight;
-    }
-    sum = wave_sum(sum);
-    if (lane == 0) {
-      maxima[v] = max;
-      factors[v] = final_factor(a, head_of(a, item, v), max, sum);
-    }
+template <u32 Width> struct Floats {
+  float v[Width];
+};
+template <u32 Width> APU_DEVICE Floats<Width> load_floats(const float *p) {
+  Floats<Width> out;
+  if constexpr (Width == 4) {
+    const u32x4 v = load16(p);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) out.v[i] = bits_to_float(v[i]);
+  } else {
+    out.v[0] = *p;
   }
-  for (u32 begin = first; begin <= last; begin += kWeightedParts) {
-    const u32 count = last + 1 - begin < kWeightedParts ? last + 1 - begin : kWeightedParts;
-    block_sync();
-    if (!at_once) {
-      for (u32 i = thread; i < count * vectors; i += Threads) {
-        const u32 s = i / vectors, v = i % vectors;
-        weights[s * stride + v] = exp_f32(part_of(a, item, begin + s)[v] - maxima[v]);
-      }
-      block_sync();
-    }
-    for (u32 i = thread; i < vectors * dv; i += Threads) {
-      const u32 v = i / dv;
-      float *out = output_row(a, item, v) + i % dv;
-      float sum = begin == first ? 0.0f : *out;
-      const float *part = part_of(a, item, begin) + 2 * stride + i;
-      const u64 step = u64(item.slot_step) * a.slot_floats;
-#pragma unroll 8
-      for (u32 s = 0; s < count; ++s) {
-        const float weight = weights[s * stride + v], x = part[s * step];
-        sum = weight != 0.0f ? fma_f32(weight, x, sum) : sum; // an empty part has no accumulator
-      }
-      *out = begin + count > last ? sum * factors[v] : sum;
-    }
+  return out;
+}
+template <u32 Width> APU_DEVICE void store_floats(float *p, const Floats<Width> &x) {
+  if constexpr (Width == 4) {
+    const u32x4 v = {float_to_bits(x.v[0]), float_to_bits(x.v[1]), float_to_bits(x.v[2]), float_to_bits(x.v[3])};
+    store16(p, v);
+  } else {
+    *p = x.v[0];
   }
 }
 
-struct SpanElement {
-  float max, sum, value;
+constexpr u32 kPartsTogether = 8; // whose loads are under way at once
+
+// The chunk's rows of the output: the parts of all spans, added up. Parts are taken in groups by their spans' numbers,
+// and what is not there changes nothing: so a row's bits do not depend on the chunk's other rows.
+template <u32 Threads, u32 Width> APU_DEVICE void combine_parts(const AttentionArgs &a, const Item &item, u32 dv) {
+  const u32 vectors = item.rows * item.heads, stride = a.chunk_rows * a.chunk_heads;
+  const u32 first = item.first_span, last = item.last_span;
+  for (u32 i = Width * thread_in_loop(); i < vectors * dv; i += Width * Threads) {
+    const u32 v = i / dv;
+    float max = kMinusInfinity, sum = 0.0f;
+    Floats<Width> total = {};
+    for (u32 begin = first / kPartsTogether * kPartsTogether; begin <= last; begin += kPartsTogether) {
+      float maxima[kPartsTogether], sums[kPartsTogether];
+      Floats<Width> x[kPartsTogether];
+#pragma unroll
+      for (u32 j = 0; j < kPartsTogether; ++j) {
+        const u32 s = begin + j;
+        const bool real = s >= first && s <= last;
+        const float *part = part_of(a, item, real ? s : last);
+        maxima[j] = part[stride * dv + v];
+        sums[j] = part[stride * dv + stride + v];
+        x[j] = load_floats<Width>(part + i);
+        if (!real) maxima[j] = kMinusInfinity;
+      }
+      float most = max;
+#pragma unroll
+      for (u32 j = 0; j < kPartsTogether; ++j) most = max_f32(most, maxima[j]);
+      const float from = most == kMinusInfinity ? 0.0f : most, shrink = exp_f32(max - from);
+      max = most;
+      sum *= shrink;
+#pragma unroll
+      for (u32 e = 0; e < Width; ++e) total.v[e] *= shrink;
+#pragma unroll
+      for (u32 j = 0; j < kPartsTogether; ++j) {
+        const float weight = exp_f32(maxima[j] - from);
+        const bool some = weight != 0.0f; // an empty part has no accumulator
+        sum = some ? fma_f32(weight, sums[j], sum) : sum;
+#pragma unroll
+        for (u32 e = 0; e < Width; ++e) total.v[e] = some ? fma_f32(weight, x[j].v[e], total.v[e]) : total.v[e];
+      }
+    }
+    const float factor = final_factor(a, head_of(a, item, v), max, sum);
+#pragma unroll
+    for (u32 e = 0; e < Width; ++e) total.v[e] *= factor;
+    store_floats<Width>(output_row(a, item, v) + i % dv, total);
+  }
+}
+
+template <u32 Width> struct SpanElements {
+  float max, sum;
+  Floats<Width> values;
 };
 
-// Hands on what a block made of a span. `result.of(vector, element)` gives the vector's maximum and sum and an element
-// of its accumulator from LDS, complete for all threads. `flag` and `lds` (as combine_parts wants it) are in LDS; `lds`
-// may lie on what `result` reads. Ends in a state where all of them may be reused.
-template <u32 Threads, class Result>
+// Hands on what a block made of a span. `result.of(vector, element)` gives the vector's maximum and sum and `Width`
+// elements of its accumulator from LDS, complete for all threads. `flag` is in LDS. Ends in a state where all of them
+// may be reused.
+template <u32 Threads, u32 Width, class Result>
 APU_DEVICE void finish_span(const AttentionArgs &a, const Survey &survey, const Item &item, u32 dv,
-                            const Result &result, u32 *flag, float *lds) {
+                            const Result &result, u32 *flag) {
   const u32 vectors = item.rows * item.heads, stride = a.chunk_rows * a.chunk_heads;
   const u32 thread = thread_in_loop();
   const bool single = item.first_span == item.last_span;
   float *part = part_of(a, item, item.span);
-  for (u32 i = thread; i < vectors * dv; i += Threads) {
+  for (u32 i = Width * thread; i < vectors * dv; i += Width * Threads) {
     const u32 v = i / dv, m = i % dv;
-    const SpanElement x = result.of(v, m);
+    SpanElements<Width> x = result.of(v, m);
     if (single) {
-      output_row(a, item, v)[m] = x.value * final_factor(a, head_of(a, item, v), x.max, x.sum);
+      const float factor = final_factor(a, head_of(a, item, v), x.max, x.sum);
+#pragma unroll
+      for (u32 e = 0; e < Width; ++e) x.values.v[e] *= factor;
+      store_floats<Width>(output_row(a, item, v) + m, x.values);
     } else {
-      if (x.max != kMinusInfinity) part[2 * stride + i] = x.value;
+      if (x.max != kMinusInfinity) store_floats<Width>(part + i, x.values);
       if (m == 0) {
-        part[v] = x.max;
-        part[stride + v] = x.sum;
+        part[stride * dv + v] = x.max;
+        part[stride * dv + stride + v] = x.sum;
       }
     }
   }
@@ -291,7 +308,7 @@ APU_DEVICE void finish_span(const AttentionArgs &a, const Survey &survey, const 
   } else if (item.span != item.last_span) {
     return;
   }
-  combine_parts<Threads>(a, item, dv, lds);
+  combine_parts<Threads, Width>(a, item, dv);
   block_sync();
 }
 

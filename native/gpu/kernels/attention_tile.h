@@ -1,9 +1,11 @@
 // Attention on matrix tiles over F16 and Q8_0 caches: one wave, 16 query vectors, 32 positions at a time.
 //
 // S^T (32 positions, vectors) = K Q^T, an online softmax in float32 down its columns, O^T (dv, vectors) += V^T P^T.
-// Keys and values are the rows of A and go from device memory straight into registers, 16 bytes a lane, each element
-// once; Q8_0 becomes halves on the way (quants times scales, rounded to a half). Exponentials become B where they are,
-// since the order of the keys among S's rows is chosen so. Queries are halves in LDS. Scores are in units of log 2.
+// Keys and values are the rows of A, 16 bytes a lane, each element once: from device memory straight into registers, or
+// where there are bulk copies through a ring in LDS of each wave, so that the next positions are on their way while
+// these are worked on. Q8_0 becomes halves (quants times scales, rounded to a half). Exponentials become B where they
+// are, since the order of the keys among S's rows is chosen so. Queries are halves in LDS. Scores are in units of
+// log 2.
 #pragma once
 
 #include "attention_items.h"
@@ -53,15 +55,17 @@ APU_DEVICE void bytes_to_halves(u32 bytes, u32 *pairs) {
 APU_DEVICE u32x4 load16_shared(const void *p) {
   return *static_cast<const u32x4 *>(p);
 }
-template <u32 Words> APU_DEVICE void load_words(const u8 *from, u32 *words) { // of device memory
-  if constexpr (Words == 2) {
-    const u32x2 v = *global_pointer<const u32x2>(u64(from));
+template <u32 Words, bool Shared> APU_DEVICE void load_words(const u8 *from, u32 *words) {
+  if constexpr (Words == 1) {
+    words[0] = Shared ? *reinterpret_cast<const u32 *>(from) : *global_pointer<const u32>(u64(from));
+  } else if constexpr (Words == 2) {
+    const u32x2 v = Shared ? *reinterpret_cast<const u32x2 *>(from) : *global_pointer<const u32x2>(u64(from));
     words[0] = v[0];
     words[1] = v[1];
   } else {
 #pragma unroll
     for (u32 i = 0; i < Words; i += 4) {
-      const u32x4 v = load16(from + 4 * i);
+      const u32x4 v = Shared ? load16_shared(from + 4 * i) : load16(from + 4 * i);
 #pragma unroll
       for (u32 j = 0; j < 4; ++j) words[i + j] = v[j];
     }
@@ -101,23 +105,29 @@ template <u32 Type, u32 Most, bool Few> APU_DEVICE void load_vectors(TileB (&b)[
   tile_lines_b(b, lines);
 }
 
-// One chunk of the positions of a page from r on that are the rows of tile t of S^T, as it comes from memory. Addresses
-// are a part that is the same in all lanes and a lane's own that all chunks share.
-template <u32 Type> struct Keys {
+struct Positions { // 32 of them: keys or values and, of Q8_0, their scales
+  const u8 *elements, *scales;
+};
+
+// One chunk of the positions that are the rows of tile t of S^T, as it lies in a page or, `Shared`, in a ring.
+// Addresses are a part that is the same in all lanes and a lane's own that all chunks share.
+template <u32 Type, bool Exact, bool Shared> struct Keys {
   u32 v[kTileLines][kTileDepth];
   u32 scales[kTileLines]; // of two blocks of Q8_0
 
-  APU_METHOD void load(const u8 *part, u32 r, u32 t, u32 chunk, u32 d) {
+  APU_METHOD void load(Positions from, u32 t, u32 chunk, u32 d) {
     constexpr u32 bytes = Type == kF16 ? 2 : 1;
     const u32 begin = chunk_begin<Type>(chunk, d), blocks = d / kScaleBlock;
-    const u8 *from = part + (r * d + begin) * bytes;
-    const u8 *scales_from = part + kPageRows * d + (r * blocks + begin / kScaleBlock) * 2;
+    const u8 *elements_from = from.elements + begin * bytes, *scales_from = from.scales + begin / kScaleBlock * 2;
 #pragma unroll
     for (u32 i = 0; i < kTileLines; ++i) {
       const u32 row = tile_line_index(t, tile_line_row(i));
-      load_words<kTileDepth>(from + row * d * bytes + tile_line_begin() * 2, v[i]);
-      if constexpr (Type == kQ8) {
-        const u16 *p = global_pointer<const u16>(u64(scales_from + row * blocks * 2));
+      load_words<kTileDepth, Shared>(elements_from + row * d * bytes + tile_line_begin() * 2, v[i]);
+      if constexpr (Type == kQ8 && Exact) { // blocks are in pairs
+        load_words<1, Shared>(scales_from + row * blocks * 2, scales + i);
+      } else if constexpr (Type == kQ8) {
+        const u8 *at = scales_from + row * blocks * 2;
+        const u16 *p = Shared ? reinterpret_cast<const u16 *>(at) : global_pointer<const u16>(u64(at));
         scales[i] = u32(p[0]) | u32(p[1]) << 16;
       }
     }
@@ -144,23 +154,24 @@ template <u32 Type> struct Keys {
   }
 };
 
-// Elements [16 n, 16 n + 16) of positions [r, r + 32) of a page; behind dv something that exists.
-template <u32 Type> struct Values {
+// Elements [16 n, 16 n + 16) of 32 positions; behind dv something that exists.
+template <u32 Type, bool Shared> struct Values {
   u32 v[kTileLines][Type == kF16 ? kTileDepth : kTileDepth / 2];
   u32 scales[kTileDepth]; // of Q8_0, in pairs
 
-  APU_METHOD void load(const u8 *part, u32 r, u32 n, u32 dv) {
+  APU_METHOD void load(Positions from, u32 n, u32 dv) {
     constexpr u32 bytes = Type == kF16 ? 2 : 1;
-    const u32 tile = r / kValueTile, first = 16 * n < dv ? 16 * n : 0;
-    const u8 *from = part + (tile * dv + first) * kValueTile * bytes;
-    const u8 *scales_from = part + kPageRows * dv + (tile * (dv / kScaleBlock) + first / kScaleBlock) * kValueTile * 2;
+    const u32 first = 16 * n < dv ? 16 * n : 0;
+    const u8 *elements_from = from.elements + first * kValueTile * bytes;
 #pragma unroll
     for (u32 i = 0; i < kTileLines; ++i)
-      load_words<kTileDepth * bytes / 2>(from + (tile_line_row(i) * kValueTile + tile_line_begin()) * bytes, v[i]);
-    if constexpr (Type == kQ8) load_words<kTileDepth>(scales_from + tile_line_begin() * 2, scales);
+      load_words<kTileDepth * bytes / 2, Shared>(
+          elements_from + (tile_line_row(i) * kValueTile + tile_line_begin()) * bytes, v[i]);
+    if constexpr (Type == kQ8)
+      load_words<kTileDepth, Shared>(from.scales + (first / kScaleBlock * kValueTile + tile_line_begin()) * 2, scales);
   }
 
-  // Positions from r + `end` on become 0.
+  // Positions from `end` of the 32 on become 0.
   APU_METHOD void cut(u32 end) {
     if constexpr (Type == kQ8) cut_line(scales, tile_line_begin(), end);
     if constexpr (Type == kF16) {
@@ -272,98 +283,202 @@ template <bool Few> APU_DEVICE void multiply(TileC &c, const TileA &a, const Til
     tile_multiply(c, a, b);
 }
 
-// What a wave reads of 32 positions: all of it comes while the positions before are worked on, where registers hold so
-// much; else each part when it is needed.
-template <u32 Type, u32 Most, bool Few> struct Tile {
-  static constexpr u32 chunks = Most / kChunk<Type>, steps = kChunk<Type> / 32; // of K
-  static constexpr u32 key_words = kTileLines * kTileDepth, value_words = Type == kF16 ? key_words : key_words / 2;
-  static constexpr bool ahead =
-      Few && kTileAhead && 2 * chunks * key_words <= kTileLoads && kWaveTiles<Most> * value_words <= kTileLoads;
-  static constexpr u32 held = ahead ? chunks : 1;
-  static constexpr u32 room = kTileLoads / key_words, few = room < kWaveTiles<Most> ? room : kWaveTiles<Most>;
-  static constexpr u32 values_held = ahead ? kWaveTiles<Most> : few;
+// Where a head's keys or values of the 32 positions from `base` on lie in a page.
+template <u32 Type> constexpr u32 kPositionsBytes = Type == kF16 ? 64 : 34; // for each element of a head
+template <u32 Type> APU_DEVICE Positions page_positions(const PagedState &state, u32 page, u32 head, u32 base, u32 d) {
+  const u8 *from = page_part(state, page, head) + base % kPageRows / kTileKeys * kPositionsBytes<Type> * d;
+  return {from, from + kTileKeys * d};
+}
 
-  const u8 *k, *v; // the head's parts of the page
-  u32 r;           // the first position in it
-  Keys<Type> keys[held][2];
-  Values<Type> values[values_held];
+// The positions that a wave works on: 32 every `step` from some base up to `end`.
+struct WavePositions {
+  const u32 *table; // page table of the sequence
+  u32 head;         // kv head
+  u32 step, end;
+  u32 first_tile; // of values
 
-  APU_METHOD void find(const AttentionArgs &a, u32 head, u32 page, u32 base) {
-    k = page_part(a.k_state, page, head);
-    v = page_part(a.v_state, page, head);
-    r = base % kPageRows;
-  }
-  APU_METHOD void load_keys(u32 chunk, u32 d) {
-#pragma unroll
-    for (u32 c = 0; c < held; ++c)
-#pragma unroll
-      for (u32 t = 0; t < 2; ++t) keys[c][t].load(k, r, t, chunk + c, d);
-  }
-  APU_METHOD void load_values(u32 n, u32 dv) {
-#pragma unroll
-    for (u32 i = 0; i < values_held; ++i) values[i].load(v, r, n + i, dv);
+  static APU_METHOD WavePositions of(const AttentionArgs &a, const Item &item, u32 step, u32 end, u32 first_tile) {
+    return {a.step.pages + item.pages, item.head, step, end, first_tile};
   }
 };
 
-// A wave's vectors over positions [begin, end): `step` tiles apart from `base` on, the first that is not below begin.
-// Positions from `end` on may hold anything. `q`: the vectors' queries in LDS, there once prepare() has been called by
-// all; o: tiles of values from first_tile on. low, high: positions that the first and the last of the vectors are at;
-// `whole`: there are as many as columns.
-template <u32 Type, u32 Most, bool Exact, bool Few, class Prepare>
-APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 step, u32 end, u32 low, u32 high,
-                       bool whole, const u16 *q, u32 first_tile, Columns<Few> &state, TileC (&o)[kWaveTiles<Most>],
-                       Prepare prepare) {
-  using Loads = Tile<Type, Most, Few>;
-  const u32 d = key_size<Most, Exact>(a), dv = value_size<Most, Exact>(a), lowest = lowest_position(a, high);
-  const u32 *table = a.step.pages + item.pages;
-  Loads tile;
-  if (base < end) {
-    tile.find(a, item.head, wave_uniform(table[base / kPageRows]), base);
-    if constexpr (Loads::ahead) {
-      tile.load_keys(0, d);
-      tile.load_values(first_tile, dv);
-    }
+// As they lie in pages.
+template <u32 Type, u32 Most, bool Exact> struct PageSource {
+  static constexpr bool ring = false;
+  const AttentionArgs &a;
+  WavePositions at = {};
+  u32 page = 0, next_page = 0;
+
+  APU_METHOD void begin(u32 base) { page = base < at.end ? wave_uniform(at.table[base / kPageRows]) : 0; }
+  APU_METHOD void ahead(u32 next) { next_page = next < at.end ? at.table[next / kPageRows] : 0; }
+  APU_METHOD Positions keys(u32 base) const {
+    return page_positions<Type>(a.k_state, page, at.head, base, key_size<Most, Exact>(a));
   }
+  APU_METHOD Positions values(u32 base) const { // from the first tile on
+    constexpr u32 bytes = Type == kF16 ? 2 : 1;
+    const u32 dv = value_size<Most, Exact>(a), first = 16 * at.first_tile < dv ? 16 * at.first_tile : 0;
+    const Positions all = page_positions<Type>(a.v_state, page, at.head, base, dv);
+    return {all.elements + first * kValueTile * bytes, all.scales + first / kScaleBlock * kValueTile * 2};
+  }
+  APU_METHOD u32 value_elements() const { // from the first tile on
+    if constexpr (Exact) return 16 * kWaveTiles<Most>;
+    const u32 dv = value_size<Most, Exact>(a), first = 16 * at.first_tile;
+    return first < dv ? dv - first : dv;
+  }
+  APU_METHOD void keys_done(u32) {}
+  APU_METHOD void values_done(u32) { page = wave_uniform(next_page); }
+};
+
+// As bulk copies bring them to a ring in LDS: kRing halves, keys and values of 32 positions in turn. A half that has
+// been read makes room for the one that many halves later.
+template <u32 Type, u32 Most, bool Exact> struct RingSource {
+  static constexpr bool ring = true;
+  static constexpr u32 halves = kRing<Type, Most>, half_bytes = kHalfBytes<Type, Most>;
+  const AttentionArgs &a;
+  WavePositions at = {};
+  u8 *images = nullptr;
+  SharedAddress shared = {}, barriers = {};
+  u32 half = 0, round = 0;       // which one is read next, and the parity of its round
+  u32 pages = 0, first_page = 0; // entry of the table that this lane keeps, and the first lane's
+
+  APU_METHOD void init(u8 *rings, u8 *all_barriers) {
+    const u32 wave = wave_uniform(wave_id());
+    images = rings + wave * halves * half_bytes;
+    shared = shared_address(images);
+    barriers = shared_address(all_barriers) + wave * halves * 8;
+    if (lane_id() == 0) {
+#pragma unroll
+      for (u32 i = 0; i < halves; ++i) bulk_init(barriers + 8 * i, 1);
+    }
+    wave_sync();
+  }
+
+  APU_METHOD void begin(u32 base) {
+    first_page = base / kPageRows;
+    const u32 own = first_page + lane_id();
+    pages = own * kPageRows < at.end ? at.table[own] : 0;
+#pragma unroll
+    for (u32 h = 0; h < halves; ++h)
+      copy(h % 2, base + h / 2 * at.step, half + h < halves ? half + h : half + h - halves);
+  }
+  APU_METHOD void ahead(u32) {}
+  APU_METHOD Positions keys(u32) const { return image(key_size<Most, Exact>(a)); }
+  APU_METHOD Positions values(u32) const { return image(copied_elements()); }
+  APU_METHOD u32 value_elements() const { return copied_elements(); }
+  APU_METHOD void keys_done(u32 base) { done(halves % 2, base + halves / 2 * at.step); }
+  APU_METHOD void values_done(u32 base) { done(1 - halves % 2, base + (halves + 1) / 2 * at.step); }
+
+private:
+  APU_METHOD u32 copied_elements() const { // of values
+    constexpr u32 most = 16 * kWaveTiles<Most>;
+    const u32 dv = value_size<Most, Exact>(a), first = 16 * at.first_tile;
+    if constexpr (Exact) return most;
+    if constexpr (kWaveParts<Most> == 1) return dv;
+    return first >= dv ? (dv < most ? dv : most) : dv - first < most ? dv - first : most;
+  }
+  APU_METHOD void copy(bool values, u32 base, u32 to) {
+    if (base >= at.end) return;
+    const u32 page = wave_read(pages, base / kPageRows - first_page);
+    if (lane_id() != 0) return;
+    const SharedAddress barrier = barriers + 8 * to, image = shared + to * half_bytes;
+    const u32 d = values ? value_size<Most, Exact>(a) : key_size<Most, Exact>(a);
+    const Positions from = page_positions<Type>(values ? a.v_state : a.k_state, page, at.head, base, d);
+    if (!values || kWaveParts<Most> == 1) {
+      bulk_expect(barrier, kPositionsBytes<Type> * d);
+      bulk_copy(image, from.elements, kPositionsBytes<Type> * d, barrier);
+      return;
+    }
+    const u32 first = 16 * at.first_tile < d ? 16 * at.first_tile : 0, elements = copied_elements() * kValueTile;
+    constexpr u32 bytes = Type == kF16 ? 2 : 1;
+    bulk_expect(barrier, elements * kPositionsBytes<Type> / kValueTile);
+    bulk_copy(image, from.elements + first * kValueTile * bytes, elements * bytes, barrier);
+    if constexpr (Type == kQ8)
+      bulk_copy(image + elements, from.scales + first / kScaleBlock * kValueTile * 2, elements / kScaleBlock * 2,
+                barrier);
+  }
+  APU_METHOD Positions image(u32 d) const {
+    bulk_wait(barriers + 8 * half, round);
+    const u8 *from = images + half * half_bytes;
+    return {from, from + kTileKeys * d};
+  }
+  APU_METHOD void done(bool values, u32 base) {
+    wave_sync();
+    copy(values, base, half);
+    ++half;
+    if (half < halves) return;
+    half = 0;
+    round ^= 1;
+  }
+};
+
+template <bool Ring, u32 Type, u32 Most, bool Exact> struct SpanSource {
+  using Of = PageSource<Type, Most, Exact>;
+};
+template <u32 Type, u32 Most, bool Exact> struct SpanSource<true, Type, Most, Exact> {
+  using Of = RingSource<Type, Most, Exact>;
+};
+
+// A wave's vectors over the positions of `source`, the first that are not below its range from `base` on. Positions
+// from the end on may hold anything. `q`: the vectors' queries in LDS, there once prepare() has been called by all; o:
+// tiles of values. low, high: positions that the first and the last of the vectors are at; `whole`: there are as many
+// as columns.
+template <u32 Type, u32 Most, bool Exact, bool Few, class Source, class Prepare>
+APU_DEVICE void attend(const AttentionArgs &a, Source &source, u32 base, u32 low, u32 high, bool whole, const u16 *q,
+                       Columns<Few> &state, TileC (&o)[kWaveTiles<Most>], Prepare prepare) {
+  constexpr bool ring = Source::ring;
+  constexpr u32 steps = kChunk<Type> / 32;                      // of a chunk of keys
+  constexpr u32 loads = kTileLoads / (kTileLines * kTileDepth); // of values at once
+  constexpr u32 room = ring ? 4 : loads, together = room < kWaveTiles<Most> ? room : kWaveTiles<Most>;
+  constexpr u32 chains = ring ? 2 : 1; // of products, added up, since a chain is slow
+  const u32 d = key_size<Most, Exact>(a), lowest = lowest_position(a, high), end = source.at.end;
+  source.begin(base);
   prepare();
-  for (; base < end; base += step) {
-    const u32 next = base + step;
-    const u32 next_page = next < end ? table[next / kPageRows] : 0;
-    constexpr u32 chains = Loads::ahead ? 2 : 1; // that are added up, since a chain of products is slow
+  for (; base < end; base += source.at.step) {
+    source.ahead(base + source.at.step);
     TileC s[2], more[2];
 #pragma unroll
     for (u32 t = 0; t < 2; ++t) {
       tile_zero(s[t]);
       tile_zero(more[t]);
     }
+    const Positions k = source.keys(base);
 #pragma unroll
-    for (u32 chunk = 0; chunk < Loads::chunks; chunk += Loads::held) {
-      if constexpr (!Loads::ahead) tile.load_keys(chunk, d);
+    for (u32 chunk = 0; chunk < Most / kChunk<Type>; ++chunk) {
+      Keys<Type, Exact, ring> keys[2];
 #pragma unroll
-      for (u32 c = 0; c < Loads::held * Loads::steps; ++c) {
+      for (u32 t = 0; t < 2; ++t) keys[t].load(k, t, chunk, d);
+#pragma unroll
+      for (u32 c = 0; c < steps; ++c) {
         TileB vectors[2];
-        load_vectors<Type, Most, Few>(vectors, q, chunk * Loads::steps + c);
+        load_vectors<Type, Most, Few>(vectors, q, chunk * steps + c);
 #pragma unroll
         for (u32 t = 0; t < 2; ++t) {
           TileA rows[2];
-          tile.keys[c / Loads::steps][t].rows(rows, c % Loads::steps);
+          keys[t].rows(rows, c);
           multiply<Few>(s[t], rows[0], vectors[0]);
           multiply<Few>(chains > 1 ? more[t] : s[t], rows[1], vectors[1]);
         }
       }
-      if constexpr (!Loads::ahead) keep_order();
+      if constexpr (!ring) keep_order();
     }
+    source.keys_done(base);
     if constexpr (chains > 1) {
 #pragma unroll
       for (u32 t = 0; t < 2; ++t)
 #pragma unroll
         for (u32 i = 0; i < Columns<Few>::registers; ++i) s[t].v[i] += more[t].v[i];
     }
-    Loads following;
-    following.find(a, item.head, wave_uniform(next_page), next);
-    if constexpr (!Loads::ahead)
-      tile.load_values(first_tile, dv);
-    else if (next < end)
-      following.load_keys(0, d);
+    Values<Type, ring> values[together];
+    const u32 elements = source.value_elements();
+    auto load_values = [&](Positions from, u32 first) {
+#pragma unroll
+      for (u32 n = 0; n < together; ++n) values[n].load(from, first + n, elements);
+    };
+    Positions v = {};
+    if constexpr (!ring) {
+      v = source.values(base);
+      load_values(v, 0);
+    }
 
     float shrink[Columns<Few>::count];
     softmax_columns<Few>(a, s, base, whole && base + kTileKeys <= low + 1 && base >= lowest, state, shrink);
@@ -374,30 +489,26 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
     for (u32 n = 0; n < kWaveTiles<Most>; ++n)
 #pragma unroll
       for (u32 i = 0; i < Columns<Few>::registers; ++i) o[n].v[i] *= shrink[tile_own(i)];
+    if constexpr (ring) v = source.values(base);
 #pragma unroll
-    for (u32 first = 0; first < kWaveTiles<Most>; first += Loads::values_held) {
-      if (first > 0) tile.load_values(first_tile + first, dv);
+    for (u32 first = 0; first < kWaveTiles<Most>; first += together) {
+      if (ring || first > 0) load_values(v, first);
       // What lies behind the end is not written yet, and may be NaN. Without a branch where copies would cost
       // registers.
-      if (!kTileAhead || base + kTileKeys > end) {
+      if (!kBulkCopy || base + kTileKeys > end) {
 #pragma unroll
-        for (u32 n = 0; n < Loads::values_held; ++n) tile.values[n].cut(end - base);
+        for (u32 n = 0; n < together; ++n) values[n].cut(end - base);
       }
 #pragma unroll
-      for (u32 n = 0; n < Loads::values_held; ++n) {
+      for (u32 n = 0; n < together; ++n) {
         TileA rows[2];
-        tile.values[n].rows(rows);
+        values[n].rows(rows);
         multiply<Few>(o[first + n], rows[0], weights[0]);
         multiply<Few>(o[first + n], rows[1], weights[1]);
       }
-      if constexpr (!Loads::ahead) keep_order();
+      if constexpr (!ring) keep_order();
     }
-    if constexpr (Loads::ahead) {
-      if (next < end) following.load_values(first_tile, dv);
-      tile = following;
-    } else {
-      tile.find(a, item.head, wave_uniform(next_page), next);
-    }
+    source.values_done(base);
   }
 }
 
@@ -406,16 +517,18 @@ APU_DEVICE void attend(const AttentionArgs &a, const Item &item, u32 base, u32 s
 
 template <u32 Most, u32 Shares> struct SpanResult { // of the waves' shares of the positions, in LDS
   const float *maxima, *sums, *acc;                 // (shares, 16), (shares, 16), (shares, 16, Most + pad)
-  APU_METHOD SpanElement of(u32 v, u32 m) const {
-    SpanElement x = {kMinusInfinity, 0.0f, 0.0f};
+  APU_METHOD SpanElements<4> of(u32 v, u32 m) const {
+    SpanElements<4> x = {kMinusInfinity, 0.0f, {}};
 #pragma unroll
     for (u32 w = 0; w < Shares; ++w) x.max = max_f32(x.max, maxima[w * kTileVectors + v]);
     const float from = x.max == kMinusInfinity ? 0.0f : x.max;
 #pragma unroll
     for (u32 w = 0; w < Shares; ++w) {
       const float factor = exp2_f32(maxima[w * kTileVectors + v] - from);
+      const u32x4 values = load16_shared(acc + (w * kTileVectors + v) * (Most + kAccPad) + m);
       x.sum = fma_f32(factor, sums[w * kTileVectors + v], x.sum);
-      x.value = fma_f32(factor, acc[(w * kTileVectors + v) * (Most + kAccPad) + m], x.value);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) x.values.v[e] = fma_f32(factor, bits_to_float(values[e]), x.values.v[e]);
     }
     x.max *= kLn2;
     return x;
@@ -423,14 +536,17 @@ template <u32 Most, u32 Shares> struct SpanResult { // of the waves' shares of t
 };
 
 template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_span(const AttentionArgs &a) {
-  constexpr u32 shares = kSpanThreads / kWaveSize / kWaveParts<Most>, stride = Most + kAccPad;
+  constexpr u32 waves = kSpanThreads / kWaveSize, shares = kSpanShares<Most, waves>, stride = Most + kAccPad;
+  constexpr bool ring = kBulkCopy && kRing<Type, Most> > 0;
   const u32 share = wave_uniform(wave_id()) / kWaveParts<Most>;
   const u32 first_tile = wave_uniform(wave_id()) % kWaveParts<Most> * kWaveTiles<Most>;
-  u16 *q = reinterpret_cast<u16 *>(dynamic_shared());                               // (16, kQueryStride)
-  float *maxima = reinterpret_cast<float *>(q + kTileVectors * kQueryStride<Most>); // (shares, 16)
-  float *sums = maxima + shares * kTileVectors;                                     // (shares, 16)
-  float *acc = sums + shares * kTileVectors;                                        // (shares, 16, stride)
-  u32 *flag = reinterpret_cast<u32 *>(acc + shares * kTileVectors * stride);
+  float *acc = reinterpret_cast<float *>(dynamic_shared()); // (shares, 16, stride), after the rings
+  u16 *q = reinterpret_cast<u16 *>(dynamic_shared() + kSpanFront<Type, Most, waves, ring>); // (16, kQueryStride)
+  float *maxima = reinterpret_cast<float *>(q + kTileVectors * kQueryStride<Most>);         // (shares, 16)
+  float *sums = maxima + shares * kTileVectors;                                             // (shares, 16)
+  u32 *flag = reinterpret_cast<u32 *>(sums + shares * kTileVectors);
+  typename SpanSource<ring, Type, Most, Exact>::Of source{a};
+  if constexpr (ring) source.init(dynamic_shared(), reinterpret_cast<u8 *>(flag + 4));
 
   const SequenceItems mine = sequence_items(a, 0);
   const Survey survey = survey_step(a, mine);
@@ -447,12 +563,13 @@ template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_span(const A
     u32 base = item.span * kSpan + share * kTileKeys; // of this wave's tiles, the first that anything is seen of
     if (base + kTileKeys <= begin) base += (begin - base) / (shares * kTileKeys) * (shares * kTileKeys);
     if (base + kTileKeys <= begin) base += shares * kTileKeys;
-    attend<Type, Most, Exact, true>(a, item, base, shares * kTileKeys, end, item.position,
-                                    item.position + item.rows - 1, vectors == kTileFew, q, first_tile, state, o, [&] {
-                                      store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, kTileFew,
-                                                                thread_in_loop(), kSpanThreads, q);
-                                      block_sync();
-                                    });
+    source.at = WavePositions::of(a, item, shares * kTileKeys, end, first_tile);
+    attend<Type, Most, Exact, true>(
+        a, source, base, item.position, item.position + item.rows - 1, vectors == kTileFew, q, state, o, [&] {
+          store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, kTileFew, thread_in_loop(), kSpanThreads, q);
+          block_sync();
+        });
+    if constexpr (ring) block_sync(); // rings have been read
 #pragma unroll
     for (u32 j = 0; j < state.count; ++j) {
       const u32 at = share * kTileVectors + tile_own_column(j);
@@ -469,9 +586,10 @@ template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_span(const A
         }
       }
     }
+    if constexpr (ring) bulk_fence();
     block_sync();
     const SpanResult<Most, shares> result = {maxima, sums, acc};
-    finish_span<kSpanThreads>(a, survey, item, value_size<Most, Exact>(a), result, flag, acc);
+    finish_span<kSpanThreads, 4>(a, survey, item, value_size<Most, Exact>(a), result, flag);
     if (survey.whole && item.span < item.last_span) {
       ++item.span;
       continue;
@@ -501,12 +619,14 @@ template <u32 Type, u32 Most, bool Exact> APU_DEVICE void attention_rows(const A
     Columns<false> state = begin_columns<false>(a, item, first);
     const u32 behind = first + kTileVectors < vectors ? first + kTileVectors : vectors;
     const u32 low = item.position + row_of(a, first), high = item.position + row_of(a, behind - 1);
-    attend<Type, Most, Exact, false>(
-        a, item, lowest_position(a, low) / kTileKeys * kTileKeys, kTileKeys, first < vectors ? high + 1 : 0, low, high,
-        behind == first + kTileVectors, q + first * kQueryStride<Most>, first_tile, state, o, [&] {
-          store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, together, thread_in_loop(), kRowsThreads, q);
-          block_sync();
-        });
+    PageSource<Type, Most, Exact> source{
+        a, WavePositions::of(a, item, kTileKeys, first < vectors ? high + 1 : 0, first_tile)};
+    attend<Type, Most, Exact, false>(a, source, lowest_position(a, low) / kTileKeys * kTileKeys, low, high,
+                                     behind == first + kTileVectors, q + first * kQueryStride<Most>, state, o, [&] {
+                                       store_queries<Type, Most>(a, item, key_size<Most, Exact>(a), 0, together,
+                                                                 thread_in_loop(), kRowsThreads, q);
+                                       block_sync();
+                                     });
 #pragma unroll
     for (u32 j = 0; j < state.count; ++j) {
       const u32 vector = first + tile_own_column(j);

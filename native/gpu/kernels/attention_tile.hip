@@ -14,14 +14,14 @@ namespace apu::gpu {
     attention_rows<type, most, exact>(a);                                                                              \
   }
 
-APU_ATTENTION(f16_64, kF16, 64, true, 3)
+APU_ATTENTION(f16_64, kF16, 64, true, 4)
 APU_ATTENTION(f16_128, kF16, 128, true, 2)
 APU_ATTENTION(f16_256, kF16, 256, true, 2)
 APU_ATTENTION(f16_to_128, kF16, 128, false, 2)
 APU_ATTENTION(f16_to_256, kF16, 256, false, 2)
-APU_ATTENTION(q8_0_64, kQ8, 64, true, 3)
-APU_ATTENTION(q8_0_128, kQ8, 128, true, 2)
-APU_ATTENTION(q8_0_to_128, kQ8, 128, false, 2)
+APU_ATTENTION(q8_0_64, kQ8, 64, true, 4)
+APU_ATTENTION(q8_0_128, kQ8, 128, true, 4)
+APU_ATTENTION(q8_0_to_128, kQ8, 128, false, 4)
 APU_ATTENTION(q8_0_to_256, kQ8, 256, false, 2)
 
 } // namespace apu::gpu

@@ -79,7 +79,8 @@ APU_DEVICE u32 wave_id() { // of the block
 // Bulk copies, where kBulkCopy: lanes have the hardware copy multiples of 16 bytes, which a barrier of 8 bytes in LDS
 // counts. bulk_init(barrier, lanes), then wave_sync(); for each round so many lanes bulk_expect(barrier, bytes),
 // perhaps none, and bulk_copy(to, global, bytes, barrier) as many; all lanes bulk_wait(barrier, round % 2). LDS is free
-// for the next round after a wave_sync().
+// for the next round after a wave_sync(). bulk_fence(), by all who wrote to that LDS themselves, before the barrier
+// that orders it and the copies.
 //
 // hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
 // kGridCopies, kSignCopies: how many copies of a codebook's tables in LDS pay, where every lane looks up its own entry.

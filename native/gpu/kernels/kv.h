@@ -14,16 +14,17 @@ APU_DEVICE const u32 *page_table(const StepView &step, u32 sequence, u32 group) 
   return step.pages + step.slots[u64(sequence) * step.groups + group].page_begin;
 }
 
-// Element (r, m) of d of F16, and of the quants of Q8_0.
+// Element (r, m) of d of F16.
 template <bool Values> APU_DEVICE u32 kv_index(u32 r, u32 m, u32 d) {
   if constexpr (Values) return (r / kValueTile * d + m) * kValueTile + r % kValueTile;
   return r * d + m;
 }
-// Scale of block b of position r, in halves behind the quants.
-template <bool Values> APU_DEVICE u32 kv_scale_index(u32 r, u32 b, u32 d) {
-  const u32 blocks = d / kScaleBlock;
-  if constexpr (Values) return (r / kValueTile * blocks + b) * kValueTile + r % kValueTile;
-  return r * blocks + b;
+// Bytes to a quant of Q8_0 and to the scale of block b: those of a tile lie behind its quants.
+template <bool Values> APU_DEVICE u32 kv_quant_offset(u32 r, u32 m, u32 d) {
+  return kv_index<Values>(r, m, d) + r / kValueTile * (d / kScaleBlock) * kValueTile * 2;
+}
+template <bool Values> APU_DEVICE u32 kv_scale_offset(u32 r, u32 b, u32 d) {
+  return (r / kValueTile + 1) * kValueTile * d + kv_index<Values>(r, b, d / kScaleBlock) * 2;
 }
 
 // By one wave: x (d) in LDS or device memory becomes position r. Q8_0: d = amax / 127 in F16, at most its largest
@@ -39,7 +40,6 @@ template <bool Values> APU_DEVICE void store_position(const PagedState &state, u
     for (u32 m = lane; m < d; m += kWaveSize) to[kv_index<Values>(r, m, d)] = float_to_half(x[m]);
     return;
   }
-  u16 *scales = reinterpret_cast<u16 *>(part + kPageRows * d);
   for (u32 begin = 0; begin < d; begin += kWaveSize) { // one block, or two in halves of a wave of 64
     const u32 m = begin + lane;
     const float v = m < d ? x[m] : 0.0f;
@@ -54,17 +54,16 @@ template <bool Values> APU_DEVICE void store_position(const PagedState &state, u
     const float scale = half_to_float(half), inverse = finite && scale != 0.0f ? 1.0f / scale : 0.0f;
     const float y = finite ? max_f32(min_f32(v * inverse, 127.0f), -127.0f) : 0.0f;
     if (m >= d) continue;
-    part[kv_index<Values>(r, m, d)] = u8(i32(round_even_f32(y)) + 128);
-    if (m % kScaleBlock == 0) scales[kv_scale_index<Values>(r, m / kScaleBlock, d)] = half;
+    part[kv_quant_offset<Values>(r, m, d)] = u8(i32(round_even_f32(y)) + 128);
+    if (m % kScaleBlock == 0) *reinterpret_cast<u16 *>(part + kv_scale_offset<Values>(r, m / kScaleBlock, d)) = half;
   }
 }
 
 template <bool Values> APU_DEVICE float load_element(u32 type, const u8 *part, u32 r, u32 m, u32 d) {
   if (type == kF32) return reinterpret_cast<const float *>(part)[r * d + m];
-  const u32 at = kv_index<Values>(r, m, d);
-  if (type == kF16) return half_to_float(reinterpret_cast<const u16 *>(part)[at]);
-  const u16 *scales = reinterpret_cast<const u16 *>(part + kPageRows * d);
-  return float(i32(part[at]) - 128) * half_to_float(scales[kv_scale_index<Values>(r, m / kScaleBlock, d)]);
+  if (type == kF16) return half_to_float(reinterpret_cast<const u16 *>(part)[kv_index<Values>(r, m, d)]);
+  const u16 scale = *reinterpret_cast<const u16 *>(part + kv_scale_offset<Values>(r, m / kScaleBlock, d));
+  return float(i32(part[kv_quant_offset<Values>(r, m, d)]) - 128) * half_to_float(scale);
 }
 
 } // namespace apu::gpu

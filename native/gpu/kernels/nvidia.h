@@ -248,6 +248,9 @@ APU_DEVICE void bulk_copy(SharedAddress to, const void *global, u32 bytes, Share
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
+APU_DEVICE void bulk_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 APU_DEVICE void bulk_wait(SharedAddress barrier, u32 parity) {
   asm volatile("{\n"
                ".reg .pred done;\n"

@@ -269,6 +269,7 @@ APU_DEVICE void bulk_copy(SharedAddress to, const void *global, u32 bytes, Share
   else
     shim::run->bulk.push_back({to, global, bytes, barrier});
 }
+APU_DEVICE void bulk_fence() {}
 APU_DEVICE void bulk_wait(SharedAddress barrier, u32 parity, u32 line = __builtin_LINE()) {
   wave_sync(line); // the lanes that copy come here too, after they have asked for all
   const BulkBarrier &b = *reinterpret_cast<const BulkBarrier *>(barrier);

@@ -14,8 +14,7 @@
 //                                  2 * kTileDepth neighbours along K from tile_line_begin() on, as words of two. They
 //                                  cover 16 rows and 32 of K once (gfx11: twice); which of the two tiles has which is
 //                                  the target's matter, the same for A and B.
-//   kTileLoads, kTileAhead         how many words of lines a lane may well have on their way; whether they pay that
-//                                  come while those before are worked on.
+//   kTileLoads                     how many words of lines a lane may well have on their way.
 //   tile_line_index(t, k)          which of the 32 is K index k of tile t made so.
 //   tile_products_b(b, c)          c as halves becomes B: its rows lie along K. Then c may not be used.
 //   tile_own(i), kTileOwn          c.v[i] is in the tile_own(i)th of kTileOwn columns that this lane has elements of;

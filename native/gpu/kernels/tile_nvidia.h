@@ -83,7 +83,6 @@ APU_DEVICE u32 tile_line_index(u32 tile, u32 k) {
   return k % 8 / 2 * 8 + 4 * tile + k / 8 * 2 + k % 2;
 }
 constexpr u32 kTileLoads = 64;
-constexpr bool kTileAhead = true;
 constexpr u32 kTileOwn = 4, kTileFew = 8, kTileFewOwn = 2, kTileFewRegisters = 4;
 APU_DEVICE u32 tile_own(u32 i) {
   return i % 2 + i / 4 * 2;

@@ -65,7 +65,6 @@ APU_DEVICE u32 tile_line_index(u32 tile, u32 k) {
   return k / kTileDepth * 2 * kTileDepth + tile * kTileDepth + k % kTileDepth;
 }
 constexpr u32 kTileLoads = 32;
-constexpr bool kTileAhead = APU_SHIM_WAVE == 32; // to run both ways
 constexpr u32 kTileOwn = 1, kTileFew = 16, kTileFewOwn = 1, kTileFewRegisters = kTileRegisters;
 APU_DEVICE u32 tile_own(u32) {
   return 0;
