@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from device_plans import DeviceArrays, planned
 
-from apu_engine._native import PAGE_TOKENS, Device, Region, check, ffi, lib
+from apu_engine._native import PAGE_TOKENS, Device, Region
 from apu_engine.device import open_device
 from apu_engine.errors import ApuError
 from apu_engine.plan.builder import PlanBuilder
 from apu_engine.plan.plan import Plan
-from apu_engine.plan.spec import Limits, Segment
+from apu_engine.plan.spec import Limits
 from apu_engine.weights.ggml_types import GGML_TYPES
-from apu_engine.weights.model_file import TensorRef
 
 GIB = 1 << 30
 ALIGN = 256
@@ -227,32 +227,15 @@ def torch_matmul(kind: str) -> float | None:
     return float(np.median(times[2:]))
 
 
-class _Table:
-    """The weight of the attention plan, rows for EMBED, in device memory, with room around it as kernels may read."""
-
-    PADDING = 64
-
-    def __init__(self, device: Device, rows: Any) -> None:
-        self.region = Region.alloc(device, rows.nbytes + 2 * self.PADDING)
-        self.address = self.region.address + self.PADDING
-        data = ffi.from_buffer("char[]", rows)
-        check(lib.apu_memory_copy(device.handle, self.address, int(ffi.cast("uintptr_t", data)), rows.nbytes, 0, 1))
-
-    def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
-        return (Segment(self.address, 0, ref.nbytes // ref.row_bytes, ref.row_bytes, 0),)
-
-
 def decode_attention(device: Device, read: float, context: int, kv: str) -> Figure:
     """One row of each sequence at the end of its context; enough layers that their caches fill some GiB."""
     dims = {"D": HEADS * HEAD_SIZE, "H": HEADS, "K": KV_HEADS, "d": HEAD_SIZE, "V": SEQUENCES}
     pages = SEQUENCES * context // PAGE_TOKENS
-    table = _Table(device, np.random.default_rng(1).standard_normal((SEQUENCES, dims["D"])).astype(np.float32))
-    regions = [table.region]
-    plan = None
-    try:
-        builder = PlanBuilder(table, Limits(SEQUENCES, SEQUENCES, SEQUENCES, context, SEQUENCES), dims)
-        ref = TensorRef("table", lib.APU_F32, (SEQUENCES, dims["D"]), 0, 0, SEQUENCES * dims["D"] * 4)
-        weight = builder.weight(ref, "V D")
+    table = np.random.default_rng(1).standard_normal((SEQUENCES, dims["D"])).astype(np.float32)
+    with DeviceArrays(device) as arrays:
+        builder = PlanBuilder(arrays, Limits(SEQUENCES, SEQUENCES, SEQUENCES, context, SEQUENCES), dims)
+        weight = builder.weight(arrays.add("table", table), "V D")
+        norm = builder.weight(arrays.add("norm", table[0]), "D")
         q = builder.embed(weight)
         layers = 0
         dtype = type_number(kv)
@@ -260,29 +243,20 @@ def decode_attention(device: Device, read: float, context: int, kv: str) -> Figu
             if (layers + 1) * 2 * pages * _page_bytes(dtype) > device.props.memory_bytes // 2:
                 break
             builder.layer = layers
-            cache = builder.kv_cache(0, 0, pages, dtype)
-            for state in cache:
-                regions.append(Region.alloc(device, state.page_bytes * pages))
-                state.address = regions[-1].address
-            builder.attention(q, cache, HEAD_SIZE**-0.5)
+            builder.attention(q, builder.kv_cache(0, 0, pages, dtype), HEAD_SIZE**-0.5)
             layers += 1
         if layers < 2:
             raise ApuError(f"attention over {context} tokens: the device's memory is too small")
         builder.layer = -1
-        builder.sample(builder.matmul(["logits"], builder.gather_norm(q, _norm(builder, table), 1e-5), [weight])[0])
-        plan = Plan(device, builder.finish())
-        step = plan.new_step()
-        for s in range(SEQUENCES):
-            own = np.arange(s, pages, SEQUENCES)
-            step.add_sequence([s], context - 1, [own])
-        _timed(plan, step, 0, 1)
-        few, many = layers - layers // 2, layers
-        seconds = (_timed(plan, step, 1, 1 + many) - _timed(plan, step, 1, 1 + few)) / (many - few)
-    finally:
-        if plan is not None:
-            plan.destroy()
-        for region in regions:
-            region.free()
+        builder.sample(builder.matmul(["logits"], builder.gather_norm(q, norm, 1e-5), [weight])[0])
+        with planned(device, builder) as plan:
+            step = plan.new_step()
+            for s in range(SEQUENCES):
+                own = np.arange(s, pages, SEQUENCES)
+                step.add_sequence([s], context - 1, [own])
+            _timed(plan, step, 0, 1)
+            few, many = layers - layers // 2, layers
+            seconds = (_timed(plan, step, 1, 1 + many) - _timed(plan, step, 1, 1 + few)) / (many - few)
     nbytes = 2 * pages * _page_bytes(dtype)
     return figure("attention", kv, f"{SEQUENCES} x {context}", nbytes, seconds, same_read(device, nbytes), read)
 
@@ -290,11 +264,6 @@ def decode_attention(device: Device, read: float, context: int, kv: str) -> Figu
 def _page_bytes(dtype: int) -> int:
     block = GGML_TYPES[dtype]
     return PAGE_TOKENS * KV_HEADS * HEAD_SIZE // block.elements * block.nbytes
-
-
-def _norm(builder: PlanBuilder, table: _Table) -> Any:
-    width = builder.shape("D")[0]
-    return builder.weight(TensorRef("norm", lib.APU_F32, (width,), 0, 0, width * 4), "D")
 
 
 def _timed(plan: Plan, step: Any, first: int, last: int) -> float:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from apu_engine._native import NONE, PAGE_TOKENS, Device, WaitTimeout, check, ffi, lib
 from apu_engine.errors import ApuError
 from apu_engine.plan.spec import PlanSpec, Tensor
-from apu_engine.plan.step import Step
+from apu_engine.plan.step import MAX_TOP, Step
 
 _SLICE_US = 100_000  # how long a wait stays away from Python, so that Ctrl-C is handled
 
@@ -77,9 +77,9 @@ class Plan:
         self._handle = out[0]
         self.scratch_bytes = int(lib.apu_plan_scratch_bytes(self._handle))
 
-    def new_step(self) -> Step:
-        """An empty step with buffers for this plan's limits."""
-        return Step(self.spec.limits, self.spec.group_count, self.spec.dims["D"])
+    def new_step(self, max_top: int = MAX_TOP) -> Step:
+        """An empty step with buffers for this plan's limits and `max_top` log-probabilities of an output."""
+        return Step(self.spec.limits, self.spec.group_count, self.spec.dims["D"], max_top)
 
     def submit(self, step: Step, first: int, last: int) -> Event:
         """Starts ops [first, last) on `step` and returns at once; submissions run in order.

@@ -22,7 +22,7 @@ SAMPLE: int = lib.APU_OUT_SAMPLE
 TOP: int = lib.APU_OUT_TOP
 LOGITS: int = lib.APU_OUT_LOGITS
 HIDDEN: int = lib.APU_OUT_HIDDEN
-MAX_TOP = 64  # log-probabilities per output
+MAX_TOP = 64  # log-probabilities per output, unless a step is made for more
 
 _ROW = np.dtype([("token", "<i4"), ("previous", "<i4"), ("position", "<u4"), ("sequence", "<u4")])
 
@@ -36,8 +36,9 @@ class Step:
     Raises ApuError when a limit would be exceeded. Not for use from several threads.
     """
 
-    def __init__(self, limits: Limits, group_count: int, hidden_size: int) -> None:
+    def __init__(self, limits: Limits, group_count: int, hidden_size: int, max_top: int = MAX_TOP) -> None:
         self.limits = limits
+        self.max_top = max_top
         self.group_count = group_count
         self.hidden_size = hidden_size
         pages = limits.max_sequences * group_count * -(-limits.max_positions // PAGE_TOKENS)
@@ -50,8 +51,8 @@ class Step:
         outputs = limits.max_outputs
         self.tokens: NDArray[np.int32] = np.zeros(outputs, np.int32)  # (O)
         self.logprobs: NDArray[np.float32] = np.zeros(outputs, np.float32)  # (O)
-        self.top_ids: NDArray[np.int32] = np.zeros((outputs, MAX_TOP), np.int32)
-        self.top_logprobs: NDArray[np.float32] = np.zeros((outputs, MAX_TOP), np.float32)
+        self.top_ids: NDArray[np.int32] = np.zeros((outputs, max_top), np.int32)
+        self.top_logprobs: NDArray[np.float32] = np.zeros((outputs, max_top), np.float32)
         self._results = (
             ffi.from_buffer("int32_t[]", self.tokens),
             ffi.from_buffer("float[]", self.logprobs),
@@ -173,8 +174,8 @@ class Step:
         `logprob` the pass over the vocabulary that the drawn token's log-probability costs is saved.
         """
         index = self._output_count
-        if index >= self.limits.max_outputs or top_n > MAX_TOP:
-            raise ApuError(f"step: at most {self.limits.max_outputs} outputs with {MAX_TOP} log-probabilities each")
+        if index >= self.limits.max_outputs or top_n > self.max_top:
+            raise ApuError(f"step: at most {self.limits.max_outputs} outputs with {self.max_top} log-probabilities each")
         out = self._output[index]
         out.row = row
         out.want = want
@@ -191,8 +192,8 @@ class Step:
         tokens, logprobs, top_ids, top_logprobs = self._results
         out.token = tokens + index
         out.logprob = logprobs + index if logprob else ffi.NULL
-        out.top_ids = top_ids + index * MAX_TOP
-        out.top_logprobs = top_logprobs + index * MAX_TOP
+        out.top_ids = top_ids + index * self.max_top
+        out.top_logprobs = top_logprobs + index * self.max_top
         out.history_count = out.bias_count = 0
         out.history_ids = out.history_counts = out.bias_ids = out.bias_values = out.mask = ffi.NULL
         out.logits = out.hidden = ffi.NULL
