@@ -175,7 +175,8 @@ class Step:
         """
         index = self._output_count
         if index >= self.limits.max_outputs or top_n > self.max_top:
-            raise ApuError(f"step: at most {self.limits.max_outputs} outputs with {self.max_top} log-probabilities each")
+            most = self.limits.max_outputs
+            raise ApuError(f"step: at most {most} outputs with {self.max_top} log-probabilities each")
         out = self._output[index]
         out.row = row
         out.want = want
