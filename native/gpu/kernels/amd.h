@@ -138,6 +138,9 @@ APU_DEVICE float dot_to_float(i32 dot) {
 APU_DEVICE float byte_to_float(u32 word, u32 i) { // v_cvt_f32_ubyte
   return float(word >> 8 * i & 255);
 }
+APU_DEVICE float scaled_to_float(i32 dot, u32 word, u32 i, i32 offset) {
+  return float(dot) * (byte_to_float(word, i) - float(offset));
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __builtin_amdgcn_alignbit(high, low, bits);
 }
@@ -172,6 +175,14 @@ APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
 }
 APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
   return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], kDotStart))));
+}
+constexpr bool kNibblesByHalves = false;
+APU_DEVICE u32 nibble_permute(u32 a, u32 b, u32 nibbles) {
+  u32 at = (nibbles | nibbles << 8) & 0x00ff00ffu;
+  at = (at | at << 4) & 0x0f0f0f0fu;
+  const u32 bytes = byte_permute(a, b, at & 0x07070707u), repeated = (bytes >> 7 & 0x01010101u) * 255u;
+  const u32 signs = (at >> 3 & 0x01010101u) * 255u;
+  return (bytes & ~signs) | (repeated & signs);
 }
 using ByteSelectors = u64; // a byte each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
@@ -216,8 +227,8 @@ APU_DEVICE u32 shared_load(SharedAddress a) {
 APU_DEVICE u32x4 shared_load16(SharedAddress a) {
   return *(const __attribute__((address_space(3))) u32x4 *)a;
 }
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
-  return *a;
+APU_DEVICE u32 shared_load_u16(SharedAddress a) {
+  return *(const __attribute__((address_space(3))) u16 *)a;
 }
 APU_DEVICE void bulk_init(SharedAddress, u32) {}
 APU_DEVICE void bulk_expect(SharedAddress, u32) {}

@@ -78,14 +78,15 @@ struct Q2_K {
     }
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
-      const float sc = byte_to_float(scale, g);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
         const u32 mask = 0x03030303u << 2 * g, *q = x[r].q + 4 * g;
-        i32 dot = kDotStart;
+        i32 dot = 0;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = g < 3 ? dot4(w[i] & mask, q[i], dot) : dot4_us(w[i] & mask, q[i], dot);
-        t[r] = fma_f32(dot_to_float(dot) * sc, x[r].d[g], t[r]);
+        const float scaled =
+            g < 3 ? scaled_to_float(dot, scale, g, 0) : float(mul24(dot, i32(scale >> 24))); // 2^22 or more
+        t[r] = fma_f32(scaled, x[r].d[g], t[r]);
       }
     }
 #pragma unroll
@@ -107,7 +108,7 @@ struct Q3_K {
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
       x.start[g] = -4 * i32(power(g)) * sum16(x.q + 4 * g);
-      x.d[g] *= 1.0f / 32;
+      x.d[g] *= 1.0f / float(power(g));
     }
   }
   template <bool Aligned, u32 R>
@@ -116,7 +117,7 @@ struct Q3_K {
     const RowImage image = row.known<Aligned>();
     u32 w[4], high[4], scales[4]; // the last one: d
     image.words(at + 32 + 16 * j, w);
-    image.words(at + 16 * (j % 2), high);
+    image.words(at + 16 * (j % 2), high, shift);
     image.words(at + 96, scales);
     const u32 low4 = every_other_byte(scales[0], scales[1], j % 2) >> shift & 0x0f0f0f0fu;
     const u32 high2 = every_other_byte(scales[2], scales[2], j % 2) >> shift; // of g = 0, 1; two bits further of 2, 3
@@ -127,7 +128,7 @@ struct Q3_K {
     for (u32 r = 0; r < R; ++r) t[r] = 0;
     constexpr bool kStart = R < 8;
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) high[i] = (kStart ? high[i] : ~high[i]) >> shift;
+    for (u32 i = 0; i < 4; ++i) high[i] = kStart ? high[i] : ~high[i];
 #pragma unroll
     for (u32 g = 0; g < 4; ++g) {
       u32 v[4];
@@ -141,15 +142,15 @@ struct Q3_K {
           v[i] = (low & 0x60606060u) | (high[i] << (7 - g) & 0x80808080u);
         }
       }
-      const float times = kStart ? 32.0f / float(power(g)) : 1.0f; // to what the scale of d is for
-      const float sc = fma_f32(byte_to_float(scale, g), times, -32.0f * times);
+      const float times = float(power(g)) / 32; // to what the scale of d is for
+      const float sc = fma_f32(byte_to_float(scale, g), times, -32 * times);
 #pragma unroll
       for (u32 r = 0; r < R; ++r) {
-        i32 dot = kDotStart;
-        if constexpr (kStart) dot += x[r].start[g];
+        i32 dot = kStart ? x[r].start[g] : kDotStart;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) dot = dot4(v[i], x[r].q[4 * g + i], dot);
-        t[r] = fma_f32(dot_to_float(dot) * sc, x[r].d[g], t[r]);
+        const float scaled = kStart ? scaled_to_float(dot, scale, g, 32) : dot_to_float(dot) * sc;
+        t[r] = fma_f32(scaled, x[r].d[g], t[r]);
       }
     }
 #pragma unroll

@@ -43,7 +43,8 @@ template <const i8 (&Values)[16]> struct NibbleItems {
     keep(x.table.upper[0]);
   }
   // Products of block b of the item, whose words are w and whose scale is ws.
-  template <u32 R> static APU_METHOD void add(const u32 *w, float ws, u32 b, const X (&x)[R], float (&sum)[R]) {
+  template <u32 R, class AnyX>
+  static APU_METHOD void add(const u32 *w, float ws, u32 b, const AnyX (&x)[R], float (&sum)[R]) {
     const NibbleValues v = nibble_values(x[0].table, w);
 #pragma unroll
     for (u32 r = 0; r < R; ++r) {
@@ -86,11 +87,99 @@ struct IQ4_XS : NibbleItems<q::kIq4Values> {
   }
 };
 
+// Blocks have an odd length, but items an even one. Where a permute takes the nibbles of a half-word as they are,
+// nothing is shifted: a half-word has activations of its own for low and for high nibbles, zeros between them. Values
+// are made positive by an offset, so that of two permutes, for nibbles below 8 and for the others, each gives zero for
+// the other's.
 struct MXFP4 : NibbleItems<q::kE2m1Values> {
-  static constexpr u32 kElements = 32, kBytes = 17;
+  static constexpr u32 kElements = 32, kBytes = 17, kHalfWords = 17, kOffset = 12;
+  struct X : NibbleItems::X {
+    u32 low[kHalfWords], high[kHalfWords];
+    i32 start[4]; // -kOffset times the sum of a half's q
+    u32 lower[2], upper[2];
+  };
+  static APU_METHOD constexpr u32 values(u32 first) {
+    u32 word = 0;
+    for (u32 i = 0; i < 4; ++i) word |= u32(q::kE2m1Values[first + i] + i32(kOffset)) << 8 * i;
+    return word;
+  }
+  // Bytes a and a + 1 of a half's four words, as far as there are such, as bytes 0 and 2, or above those.
+  static APU_METHOD u32 pair(const u32 *q, i32 a, bool above) {
+    const u32 shift = above ? 8 : 0;
+    if (a > 0 && a < 15 && a % 4 == 3)
+      return byte_permute(q[a / 4], q[a / 4 + 1], 0x00040003u << shift) & 0x00ff00ffu << shift;
+    const u32 first = a < 0 ? 4 : a % 4, second = a > 14 ? 4 : (a + 1) % 4; // 4: zero
+    return byte_permute(q[a < 0 ? 0 : a / 4], 0, (0x04000400u | second << 16 | first) << shift | shift / 2);
+  }
+  static APU_METHOD void load(X &x, const ActivationRow &row, u32 item) {
+    NibbleItems::load(x, row, item);
+    if constexpr (kNibblesByHalves) {
+      ItemX plain;
+      plain.load(row, item);
+#pragma unroll
+      for (u32 i = 0; i < kHalfWords; ++i) {
+        const u32 *from = plain.q + (i < 9 ? 0 : 8);
+        const i32 first = i < 9 ? i32(2 * i) - 1 : i32(2 * i) - 18;
+        x.low[i] = pair(from, first, false);
+        x.high[i] = pair(from + 4, first, true);
+      }
+#pragma unroll
+      for (u32 h = 0; h < 4; ++h) {
+        i32 sum = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) sum = dot4(0x01010101u, plain.q[4 * h + i], sum);
+        x.start[h] = kDotStart - i32(kOffset) * sum;
+      }
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) x.lower[i] = values(4 * i), x.upper[i] = values(8 + 4 * i);
+      keep(x.lower[0]);
+      keep(x.upper[0]);
+    }
+  }
+  template <bool Aligned, u32 R>
+  static APU_METHOD void multiply_halves(const RowImage &image, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
+    u32 w[kHalfWords]; // bits above 16 are undefined
+    if constexpr (Aligned) {
+#pragma unroll
+      for (u32 i = 0; i < kHalfWords; ++i) w[i] = image.half_word(2 * kBytes * item + 2 * i);
+    } else {
+      u32 words[(kHalfWords + 1) / 2];
+      image.words(2 * kBytes * item, words);
+#pragma unroll
+      for (u32 i = 0; i < kHalfWords; ++i) w[i] = words[i / 2] >> 16 * (i % 2);
+    }
+    i32 dots[R][4];
+#pragma unroll
+    for (u32 r = 0; r < R; ++r)
+#pragma unroll
+      for (u32 h = 0; h < 4; ++h) dots[r][h] = x[r].start[h];
+#pragma unroll
+    for (u32 i = 0; i < kHalfWords; ++i) {
+      const u32 v = nibble_permute(x[0].lower[0], x[0].lower[1], w[i]) +
+                    nibble_permute(x[0].upper[0], x[0].upper[1], w[i] ^ 0x8888u);
+      const u32 h = i < 9 ? 0 : 2;
+#pragma unroll
+      for (u32 r = 0; r < R; ++r) {
+        dots[r][h] = dot4(v, x[r].low[i], dots[r][h]);
+        dots[r][h + 1] = dot4(v, x[r].high[i], dots[r][h + 1]);
+      }
+    }
+#pragma unroll
+    for (u32 b = 0; b < 2; ++b) {
+      if (!Aligned && b && !full) break;
+      const float ws = q::half_e8m0(u8(b ? w[8] >> 8 : w[0]));
+#pragma unroll
+      for (u32 r = 0; r < R; ++r)
+        sum[r] = fma_f32(ws, join_halves(dots[r][2 * b], dots[r][2 * b + 1], x[r].d + 2 * b), sum[r]);
+    }
+  }
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
     const RowImage image = row.known<Aligned>();
+    if constexpr (kNibblesByHalves && R <= 2) {
+      multiply_halves<Aligned>(image, item, x, sum, full);
+      return;
+    }
 #pragma unroll
     for (u32 b = 0; b < 2; ++b) {
       if (!Aligned && b && !full) break;

@@ -59,6 +59,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // dot4(a, b, c): c + four signed bytes of a times those of b.  dot4_us(a, b, c): unsigned bytes of a.
 // keep(v): a constant is from here on a register of unknown contents, where an instruction takes it from nowhere else.
 // dot_to_float(i): of a sum of dot4s that began with kDotStart and is below 2^22.  byte_to_float(word, i): of byte i.
+// scaled_to_float(dot, word, i, offset): of dot * (byte i of word - offset), a constant offset, products below 2^22.
 // mul24(a, b): product of two that fit signed 24 bits.
 // funnel_shift_right(low, high, bits): low 32 bits of (high:low) >> (bits % 32).
 // byte_permute(a, b, selector): each selector byte 0 to 7 picks a byte of (b:a), a's four first.
@@ -74,13 +75,17 @@ APU_DEVICE u32 wave_id() { // of the block
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups. Where the
 // hardware has no such thing the copy is immediate.
 // SharedAddress: a place in LDS, to which offsets are added; cheaper in loops than a pointer on NVIDIA.
-// shared_address(p), all lanes take part; shared_load(a) -> u32, of a multiple of 4; shared_load16(a),
-// shared_load_u8(a).
+// shared_address(p), all lanes take part; shared_load(a) -> u32, of a multiple of 4; shared_load16(a);
+// shared_load_u16(a), of a multiple of 2.
 // Bulk copies, where kBulkCopy: lanes have the hardware copy multiples of 16 bytes, which a barrier of 8 bytes in LDS
 // counts. bulk_init(barrier, lanes), then wave_sync(); for each round so many lanes bulk_expect(barrier, bytes),
 // perhaps none, and bulk_copy(to, global, bytes, barrier) as many; all lanes bulk_wait(barrier, round % 2). LDS is free
 // for the next round after a wave_sync(). bulk_fence(), by all who wrote to that LDS themselves, before the barrier
 // that orders it and the copies.
+//
+// kNibblesByHalves: nibble_permute(a, b, nibbles) is cheap: the four nibbles of the low half of `nibbles`, lowest
+// first, pick bytes of (b:a) by their lower three bits; where the fourth is set the byte is its top bit repeated
+// instead.
 //
 // hide(v): the compiler forgets what it knows of a u32, so that what depends on it is not moved out of a loop.
 // kGridCopies, kSignCopies: how many copies of a codebook's tables in LDS pay, where every lane looks up its own entry.

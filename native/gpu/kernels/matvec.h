@@ -59,9 +59,9 @@ struct RowImage {
   SharedAddress bytes; // 16-byte aligned
   u32 start;           // of the slice, 16 to 31
 
-  // N words. The word after them is read too.
-  template <u32 N> APU_METHOD void words(u32 offset, u32 (&out)[N]) const {
-    const u32 at = start + offset, bits = at % 4 * 8;
+  // N words, shifted by up to 7 bits that other bits follow. The word after them is read too.
+  template <u32 N> APU_METHOD void words(u32 offset, u32 (&out)[N], u32 shift = 0) const {
+    const u32 at = start + offset, bits = at % 4 * 8 + shift;
     const SharedAddress p = bytes + (at & ~3u);
     u32 low = shared_load(p);
 #pragma unroll
@@ -98,7 +98,8 @@ struct RowImage {
     else
       words(offset, out);
   }
-  APU_METHOD u32 byte(u32 offset) const { return shared_load_u8(bytes + (start + offset)); }
+  // At an even offset of an aligned row.
+  APU_METHOD u32 half_word(u32 offset) const { return shared_load_u16(bytes + (16 + offset)); }
   APU_METHOD u32 half(u32 offset) const { // bits of 16; those above them are undefined
     u32 v[1];
     words(offset, v);

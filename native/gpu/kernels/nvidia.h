@@ -108,6 +108,10 @@ APU_DEVICE float dot_to_float(i32 dot) {
 APU_DEVICE float byte_to_float(u32 word, u32 i) {
   return __uint_as_float(__byte_perm(word, 0x4b000000, 0x7440 | i)) - 8388608.0f;
 }
+APU_DEVICE float scaled_to_float(i32 dot, u32 word, u32 i, i32 offset) {
+  const i32 rest = offset ? dot * -offset + kDotStart : kDotStart;
+  return dot_to_float(dot * i32(__byte_perm(word, 0, 0x4440 | i)) + rest);
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return __funnelshift_r(low, high, bits);
 }
@@ -121,6 +125,10 @@ APU_DEVICE u32 nvidia_permute(u32 a, u32 b, u32 selectors) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selectors));
   return d;
+}
+constexpr bool kNibblesByHalves = true;
+APU_DEVICE u32 nibble_permute(u32 a, u32 b, u32 nibbles) {
+  return nvidia_permute(a, b, nibbles);
 }
 // prmt takes four nibbles of a word at once, low and high ones in turn; they are parted afterwards.
 APU_DEVICE u32 nvidia_look_up(const ByteTable &table, u32 at, u32 upper) {
@@ -231,9 +239,9 @@ APU_DEVICE u32x4 shared_load16(SharedAddress a) {
                : "memory");
   return v;
 }
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
+APU_DEVICE u32 shared_load_u16(SharedAddress a) {
   u32 v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+  asm volatile("{ .reg .u16 t; ld.shared.u16 t, [%1]; cvt.u32.u16 %0, t; }" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
 APU_DEVICE void bulk_init(SharedAddress barrier, u32 lanes) {

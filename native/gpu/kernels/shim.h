@@ -132,6 +132,11 @@ APU_DEVICE float dot_to_float(i32 dot) {
 APU_DEVICE float byte_to_float(u32 word, u32 i) {
   return float(word >> 8 * i & 255);
 }
+APU_DEVICE float scaled_to_float(i32 dot, u32 word, u32 i, i32 offset) {
+  const i32 product = dot * (i32(word >> 8 * i & 255) - offset);
+  if (product < -(1 << 22) || product >= 1 << 22) shim::fail("scaled_to_float: 2^22 or more");
+  return float(product);
+}
 APU_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 bits) {
   return u32((u64(high) << 32 | low) >> (bits % 32));
 }
@@ -181,6 +186,15 @@ APU_DEVICE i32 dot_low(const NibbleValues &v, const u32 *q) {
 }
 APU_DEVICE i32 dot_high(const NibbleValues &v, const u32 *q) {
   return dot4(v.v[7], q[3], dot4(v.v[6], q[2], dot4(v.v[5], q[1], dot4(v.v[4], q[0], kDotStart))));
+}
+constexpr bool kNibblesByHalves = APU_SHIM_WAVE == 32;
+APU_DEVICE u32 nibble_permute(u32 a, u32 b, u32 nibbles) {
+  u32 out = 0;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 n = nibbles >> 4 * i & 15, byte = u32((u64(b) << 32 | a) >> 8 * (n % 8)) & 255;
+    out |= (n < 8 ? byte : byte >> 7 ? 255 : 0) << 8 * i;
+  }
+  return out;
 }
 using ByteSelectors = u32; // a nibble each
 APU_DEVICE ByteSelectors byte_selectors(u32 nibbles) {
@@ -239,8 +253,8 @@ APU_DEVICE u32 shared_load(SharedAddress a) {
 APU_DEVICE u32x4 shared_load16(SharedAddress a) {
   return *reinterpret_cast<const u32x4 *>(a);
 }
-APU_DEVICE u32 shared_load_u8(SharedAddress a) {
-  return *a;
+APU_DEVICE u32 shared_load_u16(SharedAddress a) {
+  return *reinterpret_cast<const u16 *>(a);
 }
 // Copies are under way until the wait.
 struct BulkBarrier {
