@@ -25,6 +25,7 @@ struct DriverProps {
   bool integrated = false;
   bool pageable = false; // reads pageable host memory through the host's page tables
   uint32_t wave_size = 0;
+  bool bulk_copies = false; // kernels for it copy to LDS in bulk (gpu.h)
   uint32_t compute_units = 0;
   uint32_t lds_bytes = 0;       // of a block, at most (with opt-in where there is one)
   uint32_t lds_of_unit = 0;     // of a compute unit

@@ -152,6 +152,7 @@ public:
     out.name = name;
     out.arch = "sm_" + std::to_string(major) + std::to_string(minor);
     out.integrated = integrated != 0;
+    out.bulk_copies = true;
     out.pageable = pageable && host_tables;
     out.memory_bytes = total;
     out.l2_bytes = l2;

@@ -30,11 +30,11 @@ public:
     args.used = product.used;
     args.second = product.second;
     const bool gated = product.activation != APU_ACT_NONE;
-    const MatvecKind kind = matvec_kind(product.w[0].type, product.precision);
+    const MatvecKind kind = matvec_kind(builder.props(), product.w[0].type, product.precision);
     args.w[0] = product.w[0];
     args.activation = uint32_t(product.activation);
     if (gated) {
-      const MatvecKind up = matvec_kind(product.w[1].type, product.precision);
+      const MatvecKind up = matvec_kind(builder.props(), product.w[1].type, product.precision);
       args.pair = !std::strcmp(kind.name, up.name);
       args.w[1] = product.w[1];
       if (!args.pair) { // up first, into memory that gate's launch reads

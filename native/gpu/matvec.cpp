@@ -70,8 +70,9 @@ bool is_held(uint32_t type) {
 
 // Waves of a compute unit that registers and LDS let run at once: more rows of activations take more registers.
 uint32_t waves_of_unit(const MatvecKind &kind, const DriverProps &props, uint32_t lds, uint32_t r) {
+  const uint32_t bulk = (r == 1 ? 8 : 6) - matvec_few(kind.elements, kind.bytes);
   const uint32_t held = r == 2 ? 16 : matvec_small(kind.elements, kind.bytes) ? 28 : 24;
-  const uint32_t registers = r > 2 ? (r == 4 ? 12 : 8) : kind.held ? held : r == 1 ? 32 : 24;
+  const uint32_t registers = r > 2 ? (r == 4 ? 12 : 8) : kind.held ? held : kMatvecWaves * bulk;
   uint32_t waves = std::min(props.threads_of_unit / props.wave_size, registers);
   if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);
   return std::max(waves, kMatvecWaves);
@@ -79,7 +80,7 @@ uint32_t waves_of_unit(const MatvecKind &kind, const DriverProps &props, uint32_
 
 } // namespace
 
-MatvecKind matvec_kind(uint32_t type, int32_t precision) {
+MatvecKind matvec_kind(const DriverProps &props, uint32_t type, int32_t precision) {
   const char *name = tuned_name(type);
   if (is_float(type)) return {name, kFloatSet, 0, 0, true, kFloatItemColumns};
   if (precision == APU_PRECISION_EXACT) return {"exact", kMatvecSet, 0, 0, true, kItemColumns};
@@ -90,6 +91,7 @@ MatvecKind matvec_kind(uint32_t type, int32_t precision) {
     kind.bytes = quant::Traits<B>::bytes;
   });
   kind.held = is_held(type);
+  kind.set = matvec_set(props.bulk_copies, kind.elements, kind.bytes);
   return kind;
 }
 
@@ -143,7 +145,7 @@ public:
         std::min(kMatvecRows, product.output_rows ? builder.info().max_outputs : builder.info().max_rows);
     std::vector<uint32_t> left;
     for (uint32_t m = 0; m < product.count; ++m) left.push_back(m);
-    auto kind_of = [&](uint32_t m) { return matvec_kind(product.sides[m].w.type, product.precision); };
+    auto kind_of = [&](uint32_t m) { return matvec_kind(props_, product.sides[m].w.type, product.precision); };
     auto same = [&](uint32_t a, uint32_t b) { return std::string(kind_of(a).name) == kind_of(b).name; };
     const bool gated = product.activation != APU_ACT_NONE, pair = gated && same(0, 1);
     if (gated && !pair) { // up first, into memory that gate's launch reads

@@ -18,7 +18,7 @@ struct MatvecKind {
 
 // For a type and APU_PRECISION_*. Types without kernels of their own are of one kind ("any"), and so are all quantised
 // types in precision "exact".
-MatvecKind matvec_kind(uint32_t type, int32_t precision);
+MatvecKind matvec_kind(const DriverProps &props, uint32_t type, int32_t precision);
 
 constexpr uint32_t kMatvecSumBytes = 12 << 10; // of LDS, at most, while there is more than one step
 

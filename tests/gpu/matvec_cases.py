@@ -122,6 +122,11 @@ class Options:
         return not added and self.terms == 1 and all(side.bias is None for side in sides)
 
 
+def rows_of_set(shim: Shim, elements: int, size: int) -> int:
+    """matvec_set of matvec_args.h."""
+    return 2 * SET if shim.bulk_copies and size * 8 < elements * 4 else SET
+
+
 def run_matvec(
     shim: Shim, name: str, a: Quantized, k: int, sides: list[Side], o: Options, x: Floats | None = None
 ) -> list[Floats]:
@@ -133,11 +138,12 @@ def run_matvec(
     lanes_k = shim.wave * (FLOAT_ITEM if floats and not o.set else ITEM)
     slices = -(-k // lanes_k)
     elements, size = gguf.GGML_QUANT_SIZES[sides[0].dtype]
-    set_rows = (o.set or (FLOAT_SET if floats else SET)) * o.steps * WAVES // o.splits
+    together = o.set or (FLOAT_SET if floats else rows_of_set(shim, elements, size))
+    set_rows = together * o.steps * WAVES // o.splits
     block_rows = set_rows // 2 if o.pair else set_rows
     lds = 4 * slices * o.r * set_rows
     if not floats:
-        lds += WAVES * SET * (lanes_k // elements * size + EXTRA)
+        lds += WAVES * together * (lanes_k // elements * size + EXTRA)
     outs: list[Buffer] = []
     fields, firsts, first = [], [], 0
     for m, side in enumerate(sides):

@@ -182,6 +182,7 @@ class Shim:
         self, files: Iterable[str | Path], wave: int = 32, reverse: bool = False, defines: Sequence[str] = ()
     ) -> None:
         self.wave, self.reverse = wave, reverse
+        self.bulk_copies = "APU_SHIM_ASYNC" in defines
         self._buffers: list[Buffer] = []
         self._structs: dict[str, type[ctypes.Structure]] = {}
         self._texts: list[str] = []

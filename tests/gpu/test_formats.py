@@ -17,7 +17,9 @@ SHIMS = [(32, False), (32, True), (64, False), (64, True)]
 
 @pytest.fixture(params=SHIMS, ids=lambda p: f"w{p[0]}{'r' * p[1]}")
 def shim(request: pytest.FixtureRequest) -> Shim:
-    return Shim(FILES, wave=request.param[0], reverse=request.param[1])
+    """Waves of 32 copy to LDS asynchronously, waves of 64 through registers."""
+    wave, reverse = request.param
+    return Shim(FILES, wave, reverse, ["APU_SHIM_ASYNC"] if wave == 32 else [])
 
 
 def check(dtype: Q, weights: np.ndarray, values: np.ndarray, got: Floats) -> None:

@@ -176,7 +176,7 @@ struct MXFP4 : NibbleItems<q::kE2m1Values> {
   template <bool Aligned, u32 R>
   static APU_METHOD void multiply(const RowImage &row, u32 item, const X (&x)[R], float (&sum)[R], bool full) {
     const RowImage image = row.known<Aligned>();
-    if constexpr (kNibblesByHalves && R <= 2) {
+    if constexpr (kNibblesByHalves && R == 1) { // as far as registers go
       multiply_halves<Aligned>(image, item, x, sum, full);
       return;
     }

@@ -245,10 +245,13 @@ template <u32 kSet> struct RowsOfSets<kSet, true> {
   using Type = LaneRows<kSet>;
 };
 
+template <class Format> constexpr u32 kSliceBytesOf = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
+template <class Format> constexpr u32 kSetOf = matvec_set(kBulkCopy, Format::kElements, Format::kBytes);
+
 // The block's LDS sums begin here.
 template <class Format, u32 R> APU_DEVICE float *matvec_sums() {
-  constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
-  return reinterpret_cast<float *>(dynamic_shared() + kMatvecWaves * kMatvecSet * (kSliceBytes + kRowImageExtra));
+  constexpr u32 kImages = kMatvecWaves * kSetOf<Format> * (kSliceBytesOf<Format> + kRowImageExtra);
+  return reinterpret_cast<float *>(dynamic_shared() + kImages);
 }
 
 template <class Format> constexpr bool held_in_registers() {
@@ -259,14 +262,13 @@ template <class Format> constexpr bool held_in_registers() {
 // The sets of a slice of rows, one after the other: copies to LDS, and products from there.
 template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Format>() && R <= 2)> struct SliceSets {
   static constexpr bool kBulk = Bulk;
-  static constexpr u32 kSet = kMatvecSet;
-  static constexpr u32 kSliceBytes = kWaveSize * kItemColumns / Format::kElements * Format::kBytes;
+  static constexpr u32 kSet = kSetOf<Format>, kSliceBytes = kSliceBytesOf<Format>;
   static constexpr u32 kImage = kSliceBytes + kRowImageExtra, kChunks = (kSliceBytes / 16 + kWaveSize) / kWaveSize;
   static_assert(kSliceBytes % 16 == 0 && kSet == (kSet / 2) * 2);
   // The next set waits in registers while one is multiplied, where there are enough; else bulk copies fetch it, where
   // there are such.
   static constexpr bool kHold = !Bulk && R <= 2;
-  static constexpr u32 kSumTogether = R <= 2 ? kSet : 1; // rows at once, as far as registers go
+  static constexpr u32 kSumTogether = R == 1 ? kSet : R == 2 ? 2 : 1; // rows at once, as far as registers go
   // A loop for aligned rows and one for others, or with sets in registers, which two loops would keep twice, a choice
   // in one loop.
   static constexpr bool kTwoLoops = Bulk && Format::kAligned;
@@ -334,38 +336,44 @@ template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Form
       u32 starts[kSet]; // of the slices in their images
 #pragma unroll
       for (u32 q = 0; q < kSet; ++q) starts[q] = 16 + (Aligned ? 0 : matrix.low_at(step, q) % 16);
-#pragma unroll kSumTogether == kSet ? kSet : 1
+#pragma unroll R <= 2 ? kSet : 1
       for (u32 q0 = 0; q0 < kSet; q0 += kSumTogether) {
-        float sum[kSumTogether * R];
+        float sum[kSumTogether * R] = {};
+        if (valid || !Bulk) { // where registers allow it, rows are multiplied side by side
 #pragma unroll
-        for (u32 q = 0; q < kSumTogether; ++q) {
-          float part[R];
+          for (u32 q = 0; q < kSumTogether; ++q) {
+            float part[R] = {};
+            u32 at = starts[q];
 #pragma unroll
-          for (u32 r = 0; r < R; ++r) part[r] = 0;
-          u32 at = starts[q];
+            for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? starts[other] : at;
+            const RowImage image{shared_images + (place(q0 + q) - 16), at};
+            constexpr bool kEither = Format::kAligned && !kTwoLoops;
+            if (valid || Bulk) {
+              if constexpr (Aligned)
+                Format::template multiply<true, R>(image, lane_id(), x, part, full);
+              else if (kEither && at == 16 && whole)
+                Format::template multiply<kEither, R>(image, lane_id(), x, part, full);
+              else
+                Format::template multiply<false, R>(image, lane_id(), x, part, full);
+            }
 #pragma unroll
-          for (u32 other = 1; other < kSet; ++other) at = q0 + q == other ? starts[other] : at;
-          const RowImage image{shared_images + (place(q0 + q) - 16), at};
-          constexpr bool kEither = Format::kAligned && !kTwoLoops;
-          if (valid) {
-            if constexpr (Aligned)
-              Format::template multiply<true, R>(image, lane_id(), x, part, full);
-            else if (kEither && at == 16 && whole)
-              Format::template multiply<kEither, R>(image, lane_id(), x, part, full);
-            else
-              Format::template multiply<false, R>(image, lane_id(), x, part, full);
+            for (u32 r = 0; r < R; ++r) sum[q * R + r] = part[r];
           }
-#pragma unroll
-          for (u32 r = 0; r < R; ++r) sum[q * R + r] = part[r];
+        }
+        if constexpr (Bulk) { // the next set is on its way while this one's sums are formed
+          if (q0 + kSumTogether == kSet) {
+            wave_sync();
+            if (step + 1 < steps) fetch(step + 1);
+          }
         }
         const float total = wave_sums(sum);
         constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
         const u32 value = lane_id() / kLanes;
         if (lane_id() % kLanes == 0) sums[value % R * set_rows + step * step_rows + q0 + value / R] = total;
       }
-      wave_sync();
-      if constexpr (!kHold) {
-        if (step + 1 < steps) fetch(step + 1);
+      if constexpr (!Bulk) {
+        wave_sync();
+        if (!kHold && step + 1 < steps) fetch(step + 1);
       }
     }
   }
@@ -429,11 +437,13 @@ template <u32 R> APU_DEVICE float matvec_total(const float *sums, u32 slices, u3
 
 // How `matvec` computes a block: quantised matrices here, float ones in matvec_float.h.
 template <class Format> struct QuantizedProduct {
-  static constexpr u32 kSet = kMatvecSet;
+  static constexpr u32 kSet = kSetOf<Format>;
   static constexpr u32 blocks(u32 r) { // of a unit, without spills
+    constexpr bool kSmall = matvec_small(Format::kElements, Format::kBytes);
+    constexpr bool kFew = matvec_few(Format::kElements, Format::kBytes);
     if (r > 2) return r == 4 ? 3 : 2;
-    if (!held_in_registers<Format>()) return r == 1 ? 8 : 6;
-    return r == 2 ? 4 : matvec_small(Format::kElements, Format::kBytes) ? 7 : 6;
+    if (!held_in_registers<Format>()) return (r == 1 ? 8 : 6) - kFew;
+    return r == 2 ? 4 : kSmall ? 7 : 6;
   }
   template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {

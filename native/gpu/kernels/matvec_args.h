@@ -18,6 +18,16 @@ constexpr u32 kFloatItemColumns = 32; // of a lane in a slice of a float matrix
 constexpr u32 kMatvecSides = 4;       // matrices of one launch
 constexpr u32 kRowImageExtra = 32;    // bytes of a staged row beside its slice: lead, misalignment and overshoot
 
+// Rows of a set of a quantised type. A bulk copy and a sum over the wave cost the same for short rows as for long ones.
+constexpr u32 matvec_set(bool bulk_copies, u32 elements, u32 bytes) {
+  return bulk_copies && 8 * bytes < 4 * elements ? 2 * kMatvecSet : kMatvecSet;
+}
+
+// Whether a type has so few bits that taking them apart needs more registers.
+constexpr bool matvec_few(u32 elements, u32 bytes) {
+  return 16 * bytes < 9 * elements;
+}
+
 // Whether rows of a type leave registers for more waves of one row of activations.
 constexpr bool matvec_small(u32 elements, u32 bytes) {
   return 8 * bytes <= 5 * elements;
