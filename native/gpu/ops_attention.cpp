@@ -35,14 +35,9 @@ template <u32 Type> Lds lds_of(uint32_t most, uint32_t wave_size, bool rings) {
                        : lds_of<Type, 256, false>(wave_size);
 }
 
-// The kernels by spans copy to LDS in bulk there (kBulkCopy).
-bool bulk_copies(const DriverProps &props) {
-  return props.arch.rfind("sm_", 0) == 0;
-}
-
 // Columns of a wave's tiles in the kernels by spans (kTileFew).
 uint32_t few_vectors(const DriverProps &props) {
-  return bulk_copies(props) ? 8 : kTileVectors;
+  return props.bulk_copies ? 8 : kTileVectors;
 }
 
 bool aligned16(const PagedState &s) {
@@ -95,7 +90,7 @@ private:
                        d >= (k.dtype == APU_F16 ? 32 : 64) && dv % 16 == 0;
     if (tiles && std::max(d, dv) <= 256) {
       const uint32_t most = d == 64 && dv == 64 ? 64 : std::max(d, dv) <= 128 ? 128 : 256;
-      const bool rings = bulk_copies(b.props());
+      const bool rings = b.props().bulk_copies;
       const Lds lds = k.dtype == APU_F16 ? lds_of<kF16>(most, wave_size, rings) : lds_of<kQ8>(most, wave_size, rings);
       const bool exact = d == most && dv == most && (k.dtype == APU_F16 || most <= 128);
       const std::string name =

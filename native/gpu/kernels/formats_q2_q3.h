@@ -3,7 +3,8 @@
 // An item is 16 bytes of 2-bit fields: columns c, c + 32, c + 64 and c + 96 of a half superblock for 16 neighbouring c,
 // so four halves that lie in four 32-blocks, each with a scale of its own. Fields are multiplied where they stand in
 // their bytes, or at the byte's top; the activations' scale carries the inverse power of two, which changes no
-// rounding. The products of the four halves are added before the superblock's scale.
+// rounding. The products of the four halves are added before the superblock's scale; each half's is scaled as an
+// integer and converted once.
 #pragma once
 
 #include "formats_legacy.h"
