@@ -4,11 +4,13 @@ Whether registered pages are read as fast as device memory depends on the runtim
 nobody publishes it: so each way is tried for a moment, verified (a sum over all bytes, anonymous memory, grain) and
 timed against a device allocation of the same size. A result is kept in the user's cache folder for this device, driver,
 kernel and file system. While a way is tried the cache says so: one that took the process with it is not tried again.
+One process measures at a time, both for the sake of that note and because bandwidth is shared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from apu_engine._native import NativeError, Region
+from apu_engine._native import NativeError, OutOfMemoryError, Region
 from apu_engine.errors import ApuError
 from apu_engine.memory.mapping import GIB, Mapping
 from apu_engine.memory.placement import REGISTERED_BYTES, Part, cut
@@ -25,7 +27,7 @@ from apu_engine.memory.strategies import GROWTH, LETTERS, Job, Refused, _address
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
 
 SECONDS = 5.0  # for everything
-SLICE = 256 << 20  # timed; above every cache of a device
+SLICE = 256 << 20  # timed; well above an APU's caches
 SMALL = 1 << 20  # of each of the other slices, which are only verified
 READ_SECONDS = 1.0  # a slice is as long as the file system delivers in this time
 PASSES = 5
@@ -177,9 +179,14 @@ def probe(job: Job, fresh: bool = False, only: str | None = None) -> Probe:
     cache = Cache(_key(job))
     if fresh:
         cache.forget()
-    kept = cache.read()
-    if kept is not None and (only is None or kept.find(only) is not None):
-        return replace(kept, cached=True)
+    with cache.alone(job):
+        kept = cache.read()
+        if kept is not None and (only is None or kept.find(only) is not None):
+            return replace(kept, cached=True)
+        return _probe(job, cache, only)
+
+
+def _probe(job: Job, cache: Cache, only: str | None) -> Probe:
     start = time.monotonic()
     deadline = start + SECONDS
     names = [name for name in LETTERS if name in job.device.props.ways]
@@ -240,8 +247,13 @@ def _slice(job: Job, part: Part, first: int, nbytes: int) -> _Slice:
 
 
 def _device_rate(job: Job, nbytes: int) -> float:
-    """GB/s of reads from the device's own memory."""
-    region = Region.alloc(job.device, nbytes)
+    """GB/s of reads from the device's own memory; of less of it where there is not as much."""
+    try:
+        region = Region.alloc(job.device, nbytes)
+    except OutOfMemoryError:
+        if nbytes < _PIECE:
+            raise
+        return _device_rate(job, nbytes // 4)
     try:
         return job.device.read_rate(region.address, nbytes, PASSES) / 1e9
     finally:
@@ -359,6 +371,23 @@ class Cache:
         kept = self._load()
         if (kept.results.pop(self.key, None), kept.trying.pop(self.key, None)) != (None, None):
             self._save(kept)
+
+    @contextlib.contextmanager
+    def alone(self, job: Job) -> Iterator[None]:
+        """Waits until no other process measures, up to twice SECONDS. A folder without locks is no error."""
+        with contextlib.ExitStack() as stack:
+            deadline = time.monotonic() + 2 * SECONDS
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((self.folder / "probe.lock").open("ab"))
+                while time.monotonic() < deadline:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        job.goes_on("waiting for another process that probes")
+                        job.cancel.wait(0.05)
+            yield
 
     @contextlib.contextmanager
     def trying(self, way: str) -> Iterator[None]:

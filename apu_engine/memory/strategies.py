@@ -205,8 +205,9 @@ def registered(job: Job, way: str, limit: int = REGISTERED_BYTES) -> Weights:
         job.opened()
         ranges = [(mappings[part.shard, part.layer], part.first, part.last - part.first) for part in parts]
         _read_ahead(job, weights, ranges)
-        job.goes_on("locking the weights in memory")
-        weights.notices.append(mlock(_firsts(mappings), ranges, job.cancel).notice)
+        if job.device.props.kind != "cuda":  # which pins what it registers; AMD's driver does not
+            job.goes_on("locking the weights in memory")
+            weights.notices.append(mlock(_firsts(mappings), ranges, job.cancel).notice)
         before = anonymous_bytes()
         meter = Meter(job, "registering", sum(part.nbytes for part in parts))
         grains = set()

@@ -46,6 +46,7 @@ class Memory:
     wrong: set[str] = field(default_factory=set)  # ways whose pages read as something else
     copying: set[str] = field(default_factory=set)  # ways that leave anonymous memory behind
     allocations_left: int = 1 << 30
+    largest_allocation: int = 1 << 60
     log: list[str] = field(default_factory=list)
     regions: list[Any] = field(default_factory=list)  # alive
     stagers: int = 0
@@ -131,7 +132,7 @@ class _Region:
     def alloc(cls, device: Any, nbytes: int) -> _Region:
         owner = cls.owner
         owner.log.append(f"alloc {nbytes}")
-        if owner.allocations_left <= 0:
+        if owner.allocations_left <= 0 or nbytes > owner.largest_allocation:
             raise OutOfMemoryError(2, "device hip: hipErrorOutOfMemory (2) allocating")
         owner.allocations_left -= 1
         data = np.zeros(nbytes + 256, np.uint8)

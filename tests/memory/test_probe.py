@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,31 @@ def test_a_result_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch, cache: Pa
     assert not probe(other).cached  # another driver
     assert not probe(job(memory, file, monkeypatch), fresh=True).cached
     assert probe(job(memory, file, monkeypatch), only="lock").cached
-    assert [path.name for path in cache.parent.iterdir()] == ["probe.json"]
+    assert sorted(path.name for path in cache.parent.iterdir()) == ["probe.json", "probe.lock"]
     Cache(module._key(other)).forget()
     assert not probe(other).cached
+
+
+def test_one_process_measures_at_a_time(file: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """The one that waits takes what the other found; its marks are not taken for a crash."""
+    first, second = Memory(), Memory()
+    key = module._key(job(first, file, monkeypatch))
+    found: list[Probe] = []
+    with Cache(key).alone(job(first, file, monkeypatch)), Cache(key).trying("svm"):
+        other = threading.Thread(target=lambda: found.append(probe(work)))
+        work = job(second, file, monkeypatch)
+        other.start()
+        other.join(0.2)
+        assert other.is_alive() and not second.log
+        Cache(key).write(Probe(200, 1, 0.1, 0, (Way("svm", gb_per_s=1),)))
+    other.join(10)
+    assert found[0].cached and not second.log
+
+
+def test_less_memory_than_a_slice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 1 << 16)
+    memory = Memory(largest_allocation=SIZE // 2)
+    assert probe(job(memory, file, monkeypatch)).device_gb_per_s == 200
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"results": {"k": 3}}', "[]"])
