@@ -2,7 +2,8 @@
 
 Every failure is one line on standard error and an exit status: 1 when something went wrong, 2 when the
 command line or an option is wrong, 78 when the machine lacks memory or a usable GPU (so that a supervisor does not try
-again), 130 after Ctrl-C. `--debug` or APU_DEBUG=1 shows the traceback as well.
+again), 75 when the watchdog ended it (so that it does), 130 after Ctrl-C. `--debug` or APU_DEBUG=1 shows the traceback
+as well.
 """
 
 from __future__ import annotations

@@ -291,6 +291,7 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
     from apu_engine.memory.strategies import Refused, open_weights
 
     sizes = Sizes(config, model)
+    measured = None
     if device.props.kind == "cpu":
         tried = [Candidate("direct", why="as asked")]
     elif config.copy_weights:
@@ -311,6 +312,8 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
             failures.append((candidate, error))
             continue
         weights.notices += [f"weights are not {failed.title}: {error}" for failed, error in failures]
+        lost = [way for way in measured.ways if way.lost] if measured is not None else []
+        weights.notices += [f"{way.title} of reading weights in place is not used: {way.problem}" for way in lost]
         return weights, candidate, fitted
     if all(isinstance(error, BudgetError) for _, error in failures):
         fit(config, model, device, list(dict.fromkeys(candidate.strategy for candidate in tried)), sizes=sizes)

@@ -48,6 +48,7 @@ class Way:
     gb_per_s: float = 0.0  # 1e9 bytes
     register_s_per_gib: float = 0.0
     first_touch_s_per_gib: float = 0.0  # what the first read took more than the second
+    lost: bool = False  # not tried, because the last trial took the process with it
 
     @property
     def title(self) -> str:
@@ -202,7 +203,7 @@ def _probe(job: Job, cache: Cache, only: str | None) -> Probe:
         job.goes_on(f"probing {Way(name).title}")
         if only is None and name in (lost := cache.lost()):
             problem = f"the process did not survive trying it {lost[name]}; `apu-engine doctor --full` tries again"
-            found.append(Way(name, problem))
+            found.append(Way(name, problem, lost=True))
         elif time.monotonic() > deadline:
             found.append(Way(name, f"not tried, {SECONDS:g} s were over"))
         else:

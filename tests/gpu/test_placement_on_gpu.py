@@ -123,7 +123,7 @@ def test_the_ready_line_and_what_is_remembered(model: TinyModel) -> None:
         assert llm.summary() == line
 
 
-SERVE = ("serve", "--device", "hip", "--port", "0", "--ctx", "256", "--watchdog", "1", "--memory")
+SERVE = ("serve", "--device", "hip", "--port", "0", "--ctx", "256", "--watchdog", "3", "--memory")
 
 
 def serve(model: TinyModel, memory: str, faults: str) -> subprocess.Popen[str]:
@@ -132,17 +132,29 @@ def serve(model: TinyModel, memory: str, faults: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def test_a_copy_that_hangs_ends_the_server(model: TinyModel) -> None:
-    process = serve(model, "staged", "copy_hang=1")
+def test_a_copy_that_hangs_ends_the_server(tiny_llama: TinyModel) -> None:
+    process = serve(tiny_llama, "staged", "copy_hang=1")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert re.search(r"no progress for 1 s while (staging model\.gguf: \d|waiting for the last copies)", err), err
+    assert re.search(r"no progress for 3 s while (staging tiny-llama\.gguf: \d|waiting for the last copies)", err), err
 
 
-def test_a_step_that_hangs_ends_the_server(model: TinyModel) -> None:
+def test_a_probe_that_hangs_is_not_repeated(tiny_llama: TinyModel) -> None:
+    """Whoever starts the server again gets the next way, and is told."""
+    process = serve(tiny_llama, "auto", "hang=checksum")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "no progress for 3 s while probing way A" in err
+    with LLM(str(tiny_llama.path), ctx=256, device="hip") as llm:
+        assert llm.runtime.weights.way == "advise"
+        (notice,) = (text for text in llm.runtime.notices if "way A" in text)
+        assert "way A of reading weights in place is not used: the process did not survive trying it" in notice
+        assert "doctor --full` tries again" in notice
+
+
+def test_a_step_that_hangs_ends_the_server(tiny_llama: TinyModel) -> None:
     import urllib.request
 
-    process = serve(model, "registered", "hang=sample_survey")
+    process = serve(tiny_llama, "registered", "hang=sample_survey")
     try:
         assert process.stdout is not None
         ready = process.stdout.readline()
@@ -154,7 +166,7 @@ def test_a_step_that_hangs_ends_the_server(model: TinyModel) -> None:
             urllib.request.urlopen(request, timeout=60)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 75
-        assert re.search(r"no progress for 1 s while running a step of \d+ rows for 1 requests", err), err
+        assert re.search(r"no progress for 3 s while running a step of \d+ rows for 1 requests", err), err
     finally:
         process.kill()
         process.wait()

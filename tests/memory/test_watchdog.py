@@ -56,12 +56,12 @@ def test_cleaning_up_that_fails_or_hangs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_progress_and_idleness_are_no_hang() -> None:
     ending = Ending()
-    dog = Watchdog(0.2, (), ending)
+    dog = Watchdog(1.0, (), ending)
     with dog.during(lambda: "running a step") as task:
-        for _ in range(20):
-            time.sleep(0.02)
+        for _ in range(24):
+            time.sleep(0.05)
             task.beat()
-    time.sleep(0.3)  # idle for longer than the limit
+    time.sleep(1.1)  # idle for longer than the limit
     with dog.during("another"):
         pass
     dog.close()
