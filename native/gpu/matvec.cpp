@@ -71,7 +71,7 @@ bool is_held(uint32_t type) {
 // Waves of a compute unit that registers and LDS let run at once: more rows of activations take more registers.
 uint32_t waves_of_unit(const MatvecKind &kind, const DriverProps &props, uint32_t lds, uint32_t r) {
   const uint32_t bulk = (r == 1 ? 8 : 6) - matvec_few(kind.elements, kind.bytes);
-  const uint32_t held = r == 2 ? 16 : matvec_small(kind.elements, kind.bytes) ? 28 : 24;
+  const uint32_t held = kMatvecWaves * (r == 2 ? 4 : matvec_held_blocks(kind.elements, kind.bytes));
   const uint32_t registers = r > 2 ? (r == 4 ? 12 : 8) : kind.held ? held : kMatvecWaves * bulk;
   uint32_t waves = std::min(props.threads_of_unit / props.wave_size, registers);
   if (lds) waves = std::min(waves, props.lds_of_unit / lds * kMatvecWaves);

@@ -440,11 +440,10 @@ template <u32 R> APU_DEVICE float matvec_total(const float *sums, u32 slices, u3
 template <class Format> struct QuantizedProduct {
   static constexpr u32 kSet = kSetOf<Format>;
   static constexpr u32 blocks(u32 r) { // of a unit, without spills
-    constexpr bool kSmall = matvec_small(Format::kElements, Format::kBytes);
     constexpr bool kFew = matvec_few(Format::kElements, Format::kBytes);
     if (r > 2) return r == 4 ? 3 : 2;
     if (!held_in_registers<Format>()) return (r == 1 ? 8 : 6) - kFew;
-    return r == 2 ? 4 : kSmall ? 7 : 6;
+    return r == 2 ? 4 : matvec_held_blocks(Format::kElements, Format::kBytes);
   }
   template <u32 R> static APU_METHOD float *sums() { return matvec_sums<Format, R>(); }
   template <u32 R> static APU_METHOD void run(const MatvecWork &work, const ActivationRows &rows) {

@@ -28,9 +28,9 @@ constexpr bool matvec_few(u32 elements, u32 bytes) {
   return 16 * bytes < 9 * elements;
 }
 
-// Whether rows of a type leave registers for more waves of one row of activations.
-constexpr bool matvec_small(u32 elements, u32 bytes) {
-  return 8 * bytes <= 5 * elements;
+// Blocks of a unit, of one row of activations, whose waves hold a set in registers: what the rows of a type leave.
+constexpr u32 matvec_held_blocks(u32 elements, u32 bytes) {
+  return 8 * bytes <= 5 * elements ? 7 : 8 * bytes <= 8 * elements ? 6 : 5;
 }
 
 struct MatvecSide {
