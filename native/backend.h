@@ -52,6 +52,8 @@ struct apu_device {
   // The kernels alone; see apu.h.
   virtual apu_status kernel_matmul(const apu::KernelProduct &product, float *y) = 0;
   virtual apu_status kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) = 0;
+  virtual apu_status kernel_gather(const uint64_t *parts, uint32_t count, uint64_t bytes, uint32_t repeats,
+                                   double &gb_per_s) = 0;
   virtual apu_status kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) = 0;
   virtual apu_status kernel_time(const apu::KernelProduct &product, uint32_t count, uint32_t repeats,
                                  double &nanoseconds) = 0;

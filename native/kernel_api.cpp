@@ -73,6 +73,20 @@ apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, u
   return guarded("apu_kernel_read", [&] { return device->kernel_read(in, bytes, repeats, *gb_per_s); });
 }
 
+apu_status apu_kernel_gather(apu_device *device, const uint64_t *parts, uint32_t count, uint64_t bytes,
+                             uint32_t repeats, double *gb_per_s) {
+  constexpr uint32_t kMostParts = 65535; // a grid's second dimension
+  if (!device || !parts || !gb_per_s)
+    return fail(APU_E_INVALID, "apu_kernel_gather: device, parts and gb_per_s must not be NULL");
+  if (count == 0 || count > kMostParts || bytes == 0 || repeats == 0)
+    return fail(APU_E_INVALID,
+                "apu_kernel_gather: %u parts of %llu bytes, %u times; expected 1 to %u parts, and positive numbers",
+                count, static_cast<unsigned long long>(bytes), repeats, kMostParts);
+  for (uint32_t i = 0; i < count; ++i)
+    if (!parts[i]) return fail(APU_E_INVALID, "apu_kernel_gather: part %u is at address 0", i);
+  return guarded("apu_kernel_gather", [&] { return device->kernel_gather(parts, count, bytes, repeats, *gb_per_s); });
+}
+
 apu_status apu_kernel_checksum(apu_device *device, uint64_t address, uint64_t bytes, uint64_t *out) {
   if (!device || !address || !out)
     return fail(APU_E_INVALID, "apu_kernel_checksum: device, address and out must not be 0");

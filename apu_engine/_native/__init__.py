@@ -8,6 +8,7 @@ interpreter lock.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -206,6 +207,19 @@ class Device:
         rate = ffi.new("double *")
         check(lib.apu_kernel_read(self.handle, ffi.cast("void *", address), nbytes, passes, rate))
         return float(rate[0]) * 1e9
+
+    def gather_rate(self, addresses: Sequence[int], nbytes: int, passes: int = 1) -> float:
+        """Bytes per second of plain reads of parts of `nbytes` each at device addresses, all of them in each of
+        `passes`. Raises InvalidError for no parts, empty ones or more than 65535.
+        """
+        rate = ffi.new("double *")
+        parts = ffi.new("uint64_t[]", list(addresses))
+        check(lib.apu_kernel_gather(self.handle, parts, len(addresses), nbytes, passes, rate))
+        return float(rate[0]) * 1e9
+
+    def copy(self, to: int, source: int, nbytes: int, *, to_host: bool = False, from_host: bool = False) -> None:
+        """Copies bytes between addresses of the device's and of the host's memory; returns when they are there."""
+        check(lib.apu_memory_copy(self.handle, to, source, nbytes, to_host, from_host))
 
     def checksum(self, address: int, nbytes: int) -> int:
         """The 64-bit sum of apu_kernel_checksum over what the device reads at its address `address`."""

@@ -59,6 +59,13 @@ def add(app: typer.Typer, name: str, verb: Verb, **options: Any) -> None:
 
 
 class _Group(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Verbs of two words, such as `bench bw`, before those of one."""
+        words = " ".join(args[:2])
+        if len(args) > 1 and (command := self.get_command(ctx, words)) is not None:
+            return words, command, args[2:]
+        return super().resolve_command(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _unconverted(super().get_params(ctx), frozenset())
 
@@ -123,7 +130,7 @@ def _model_argument() -> inspect.Parameter:
 
 def build() -> typer.Typer:
     """The application with all verbs."""
-    from apu_engine.cli import bench, chat, doctor, footprint, plan, serve, show
+    from apu_engine.cli import bench, bench_bw, chat, doctor, footprint, plan, serve, show
 
     app = typer.Typer(
         cls=_Group,
@@ -144,6 +151,6 @@ def build() -> typer.Typer:
             print(f"apu-engine {__version__}")
             raise typer.Exit
 
-    for module in (serve, chat, bench, plan, show, footprint, doctor):
+    for module in (serve, chat, bench, bench_bw, plan, show, footprint, doctor):
         module.register(app)
     return app

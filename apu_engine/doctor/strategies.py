@@ -7,14 +7,10 @@ matters; that file is removed again. Results of the ways replace those that `--m
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.report import Check, Verdict, rounded
@@ -85,6 +81,7 @@ def _numbers(probe: Probe, way: Way) -> dict[str, object]:
 def _job(ctx: Context, device: Device, task: Task) -> Iterator[Job]:
     """What the probe reads."""
     from apu_engine import arch
+    from apu_engine.memory.files import noise_file
     from apu_engine.memory.strategies import Job
     from apu_engine.weights.model_file import TensorRef
 
@@ -93,22 +90,9 @@ def _job(ctx: Context, device: Device, task: Task) -> Iterator[Job]:
         refs = arch.tensors_used(opened, arch.PlanOptions(ctx=1))
         yield Job(device, opened.files, opened.file_sizes, refs, task=task)
         return
-    with _noise(ctx.request.folder) as path:
+    with noise_file(ctx.request.folder, NOISE_BYTES) as path:
         ref = TensorRef("noise", _F32, (NOISE_BYTES // 4 // _COLUMNS, _COLUMNS), 0, 0, NOISE_BYTES)
         yield Job(device, [path], [NOISE_BYTES], [ref], task=task)
-
-
-@contextmanager
-def _noise(folder: Path) -> Iterator[Path]:
-    """A file of NOISE_BYTES in `folder`, or where that cannot be written, in the system's folder for such files."""
-    place = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
-    with tempfile.NamedTemporaryFile(prefix=".doctor-", suffix=".tmp", dir=place) as file:
-        piece = np.random.default_rng(1).bytes(1 << 20)
-        for number in range(NOISE_BYTES >> 20):
-            file.write(number.to_bytes(4, "little") + piece[4:])
-        file.flush()
-        os.fsync(file.fileno())
-        yield Path(file.name)
 
 
 def _staged(job: Job) -> tuple[float, str]:

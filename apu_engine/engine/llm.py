@@ -233,14 +233,25 @@ class LLM:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by plan: "weights", "kv" and "scratch" (reserved, committed when used), "copied"."""
-        loaded = self.runtime.loaded
+        """Bytes by plan: "weights", "kv" and "scratch" (reserved, committed when used), "copied"; and "registered" of
+        file pages that a GPU reads in place, "device" of a GPU's own memory.
+        """
+        loaded, weights = self.runtime.loaded, self.runtime.weights
+        on_gpu = self.runtime.device.props.kind != "cpu"
         return {
             "weights": loaded.weight_bytes,
             "kv": loaded.kv_bytes,
             "scratch": loaded.scratch_bytes,
             "copied": self.runtime.copied_bytes,
+            "registered": weights.registered_bytes,
+            "device": weights.device_bytes + loaded.kv_bytes + loaded.scratch_bytes if on_gpu else 0,
         }
+
+    @property
+    def memory_report(self) -> dict[str, Any]:
+        """`memory` with "strategy" and "way" of the weights: what /health says."""
+        placement = self.runtime.placement
+        return {"strategy": placement.strategy, "way": placement.way, **self.memory}
 
     def footprint(self) -> Footprint:
         """What this process holds of the model's files and in anonymous memory, as the kernel reports it."""

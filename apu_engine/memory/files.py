@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from apu_engine.errors import MappingError
@@ -57,3 +60,20 @@ def _explain(path: str | os.PathLike[str], error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"may not be read by user {os.geteuid()}; check the permissions of the file and of its folders"
     return f"cannot be opened: {error.strerror}"
+
+
+@contextmanager
+def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
+    """A file of noise, whole MiB of it, that stands for a model and is removed again: in `folder`, or where that cannot
+    be written, in the system's folder for such files.
+    """
+    import numpy as np
+
+    place = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+    with tempfile.NamedTemporaryFile(prefix=".apu-engine-", suffix=".tmp", dir=place) as file:
+        piece = np.random.default_rng(1).bytes(1 << 20)
+        for number in range(nbytes >> 20):
+            file.write(number.to_bytes(4, "little") + piece[4:])
+        file.flush()
+        os.fsync(file.fileno())
+        yield Path(file.name)

@@ -15,16 +15,19 @@ from pathlib import Path
 
 from apu_engine.errors import ApuError
 from apu_engine.memory.budget import human_bytes
+from apu_engine.memory.mapping import cached_bytes
 
 _HEAD = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<perms>[rwxsp-]{4}) "
-    r"[0-9a-f]+ \S+ (?P<inode>\d+) *(?P<path>.*)"
+    r"[0-9a-f]+ (?P<device>\S+) (?P<inode>\d+) *(?P<path>.*)"
 )
 _DELETED = " (deleted)"
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 _SHARED_MEMORY = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV")
 GROWTH_SHARE = 0.05  # of the weights, and
 GROWTH_FLOOR = 8 << 20  # at least this: what anonymous memory may grow by beyond KV and scratch
+GPU_GROWTH_FLOOR = 64 << 20  # with a GPU: its runtime keeps graphs, queues and pinned buffers of steps
+DEVICE_FLOOR = 256 << 20  # what a driver may take of a GPU's memory beside what was allocated: code, graphs, pools
 RESIDENT_SHARE = 0.9  # of the weights must be resident file pages after a forward pass
 
 
@@ -43,6 +46,7 @@ class FileMapping:
     private_dirty: int
     anonymous: int
     locked: int
+    key: str = ""  # device and inode, as maps writes them
 
     @property
     def dirty(self) -> int:
@@ -82,17 +86,22 @@ class Footprint:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON; without the address ranges."""
-        return {key: value for key, value in asdict(self).items() if key != "regions"}
+        found = {key: value for key, value in asdict(self).items() if key not in ("regions", "files")}
+        files = [{key: value for key, value in asdict(item).items() if key != "key"} for item in self.files]
+        return {**found, "files": files}
 
-    def table(self) -> str:
-        """For people: one line per file, then the totals."""
-        rows: list[tuple[str, ...]] = [("mapped", "resident", "Pss", "private", "dirty", "copied", "file")]
+    def table(self, shared: dict[str, str] | None = None) -> str:
+        """For people: one line per file, then the totals. `shared` says of a file's key how many processes map it."""
+        titles = ("mapped", "resident", "Pss", "private", "dirty", "copied", "locked")
+        rows = [[*titles, *(["processes"] if shared is not None else [])]]
         for item in self.files:
-            sizes = (item.mapped, item.rss, item.pss, item.private_clean, item.dirty, item.anonymous)
-            rows.append((*map(human_bytes, sizes), f"{item.path} ({', '.join(item.permissions) or 'not mapped'})"))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+            sizes = (item.mapped, item.rss, item.pss, item.private_clean, item.dirty, item.anonymous, item.locked)
+            rows.append([*map(human_bytes, sizes), *([shared.get(item.key, "0")] if shared is not None else [])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        names = [f"{item.path} ({', '.join(item.permissions) or 'not mapped'})" for item in self.files]
         lines = [
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[6]]) for row in rows
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), name])
+            for row, name in zip(rows, ["file", *names], strict=True)
         ]
         lines.append(
             f"process {self.pid}: anonymous {human_bytes(self.anonymous)}, "
@@ -111,6 +120,7 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
     totals = _fields(_read(number, "smaps_rollup").splitlines()[1:])
     sums: dict[str, dict[str, int]] = {}
     permissions: dict[str, set[str]] = {}
+    keys: dict[str, str] = {}
     picked = None if files is None else _identities(files)
     regions: list[Region] = []
     shmem = 0
@@ -124,6 +134,7 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
                 for key, value in sizes.items():
                     total[key] = total.get(key, 0) + value
                 permissions.setdefault(path, set()).add(head["perms"])
+                keys[path] = f"{head['device']} {head['inode']}"
         held = (sizes.get("Pss", 0) if shared_memory else sizes.get("Anonymous", 0)) + sizes.get("Swap", 0)
         shmem += sizes.get("Pss", 0) if shared_memory else 0
         if held:
@@ -136,7 +147,9 @@ def footprint(pid: int | None = None, files: Iterable[str | os.PathLike[str]] | 
         anonymous=totals.get("Anonymous", 0) + totals.get("Swap", 0),
         shmem=shmem,
         locked=totals.get("Locked", 0),
-        files=tuple(_file(name, sums.get(name, {}), permissions.get(name, set())) for name in names),
+        files=tuple(
+            _file(name, sums.get(name, {}), permissions.get(name, set()), keys.get(name, "")) for name in names
+        ),
         regions=tuple(regions),
     )
 
@@ -217,7 +230,7 @@ def _file_name(name: str, inode: int, picked: dict[str, int] | None) -> str | No
     return next((known for known, ino in picked.items() if ino == inode and Path(known).name == base), None)
 
 
-def _file(path: str, sizes: dict[str, int], permissions: set[str]) -> FileMapping:
+def _file(path: str, sizes: dict[str, int], permissions: set[str], key: str) -> FileMapping:
     return FileMapping(
         path=path,
         permissions=tuple(sorted(permissions)),
@@ -230,6 +243,7 @@ def _file(path: str, sizes: dict[str, int], permissions: set[str]) -> FileMappin
         private_dirty=sizes.get("Private_Dirty", 0),
         anonymous=sizes.get("Anonymous", 0),
         locked=sizes.get("Locked", 0),
+        key=key,
     )
 
 
@@ -310,9 +324,11 @@ def _lives_in_memory(path: str) -> bool:
     return False
 
 
-def check_growth(now: Footprint, baseline: Baseline, expected: int, weights_bytes: int) -> Finding:
-    """Anonymous memory grew by at most `expected` (KV, scratch) and the larger of 5% of weights and 8 MiB."""
-    slack = max(int(GROWTH_SHARE * weights_bytes), GROWTH_FLOOR)
+def check_growth(
+    now: Footprint, baseline: Baseline, expected: int, weights_bytes: int, floor: int = GROWTH_FLOOR
+) -> Finding:
+    """Anonymous memory grew by at most `expected` (KV, scratch) and the larger of 5% of weights and `floor`."""
+    slack = max(int(GROWTH_SHARE * weights_bytes), floor)
     growth = baseline.growth(now)
     text = (
         f"anonymous memory grew by {human_bytes(growth)}; allowed {human_bytes(expected + slack)} "
@@ -323,6 +339,47 @@ def check_growth(now: Footprint, baseline: Baseline, expected: int, weights_byte
     grown = baseline.grown(now)
     where = f"; most of it in {grown[0]} (+{human_bytes(grown[0].nbytes)})" if grown else ""
     return Finding(False, text + where)
+
+
+def check_dropped(now: Footprint, weights_bytes: int) -> list[Finding]:
+    """No page of the files is mapped or cached: the weights are elsewhere. File systems that live in memory cannot
+    drop pages, which is said and no fault.
+    """
+    found = []
+    allowed = max(int(GROWTH_SHARE * weights_bytes), GROWTH_FLOOR)
+    for item in now.files:
+        if item.permissions:
+            text = f"{item.path} is mapped by process {now.pid}, expected no mapping beside a copy"
+            found.append(Finding(False, text))
+            continue
+        with Path(item.path).open("rb") as stream:
+            cached = cached_bytes(stream.fileno(), Path(item.path), os.fstat(stream.fileno()).st_size)
+        if _lives_in_memory(item.path):
+            found.append(Finding(True, f"{item.path} is on a file system in memory: its pages cannot be dropped"))
+        elif cached is None:
+            found.append(Finding(True, f"{item.path}: the kernel does not tell this user which pages are cached"))
+        else:
+            text = f"{item.path}: not mapped, {human_bytes(cached)} of it cached; allowed {human_bytes(allowed)}"
+            found.append(Finding(cached <= allowed, text))
+    return found
+
+
+def check_device(used: int, weights_bytes: int, copied: int, expected: int) -> list[Finding]:
+    """A GPU's own memory holds `copied` weights (all or none) and `expected` (KV, scratch). `used` is what the driver
+    says was taken meanwhile; of weights smaller than what it may take besides, it cannot tell one copy from two.
+    """
+    slack = max(int(GROWTH_SHARE * weights_bytes), DEVICE_FLOOR)
+    text = (
+        f"device memory grew by {human_bytes(used)}; allowed {human_bytes(copied + expected + slack)} (weights "
+        f"{human_bytes(copied)}, KV and scratch {human_bytes(expected)}, slack {human_bytes(slack)})"
+    )
+    text += "; too small a model for the driver's figure to tell a copy" if slack >= weights_bytes else ""
+    found = [Finding(used <= copied + expected + slack, text)]
+    if copied:
+        share = copied / weights_bytes if weights_bytes else 0.0
+        text = f"one copy of the weights is in device memory: {human_bytes(copied)}, {share:.2f} times the weights"
+        found.append(Finding(0.99 <= share <= 1 + GROWTH_SHARE, text))
+    return found
 
 
 def check_sharing(processes: Sequence[Footprint]) -> list[Finding]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from apu_engine._native import NativeError, OutOfMemoryError, Region
+from apu_engine._native import DeviceProps, NativeError, OutOfMemoryError, Region
 from apu_engine.errors import ApuError
 from apu_engine.memory.mapping import GIB, Mapping
 from apu_engine.memory.placement import REGISTERED_BYTES, Part, cut
@@ -423,14 +423,17 @@ class Cache:
 
 
 def _key(job: Job) -> str:
-    props = job.device.props
+    return f"{identity(job.device.props, job.files[0])}; probe {_VERSION}"
+
+
+def identity(props: DeviceProps, file: Path) -> str:
+    """What a measurement holds for: device, driver, kernel and the file system that `file` is on."""
     return "; ".join(
         (
             f"{props.kind} {props.arch} {props.name}",
             f"driver {props.driver_version}",
             f"kernel {os.uname().release}",
-            file_system(job.files[0]),
-            f"probe {_VERSION}",
+            file_system(file),
         )
     )
 

@@ -100,6 +100,16 @@ class Weights:
         """Bytes of the files that the device can read."""
         return sum(item.part.nbytes for item in self.placed)
 
+    @property
+    def registered_bytes(self) -> int:
+        """Host bytes that the device reads in place by registration: whole pages."""
+        return sum(region.info().pinned_bytes for region in self._regions)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's own memory."""
+        return sum(region.info().device_bytes for region in self._regions)
+
     def check(self) -> None:
         """Raises MappingError when a file in use was truncated or changed."""
         for mapping in self.mappings:

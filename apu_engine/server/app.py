@@ -55,6 +55,7 @@ class Service:
         self.started = time.time()
         self.url = ""
         self.summary = ""
+        self.memory: dict[str, Any] = {}
         self.alias = config.alias or _model_name(config.model or "model")
 
     def ready(self) -> LLM:
@@ -80,6 +81,7 @@ class Service:
 
             llm = LLM.from_config(self.config, on_stage, on_progress, cancel, for_chat=True)
         self.summary = llm.summary()
+        self.memory = llm.memory_report
         self.llm = llm
 
     @property
@@ -117,6 +119,7 @@ class Service:
             "chat": self.llm.has_chat_template,
             "running": status.running,
             "waiting": status.waiting,
+            "memory": self.memory,
         }
         return json_response(report, 200 if status.state == "ready" else 503)
 

@@ -23,6 +23,8 @@ public:
   apu_status create_plan(const apu_plan_desc &desc, apu_plan **out) override; // plan_create.cpp
   apu_status kernel_matmul(const KernelProduct &product, float *y) override;  // kernel_api.cpp
   apu_status kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) override;
+  apu_status kernel_gather(const uint64_t *parts, uint32_t count, uint64_t bytes, uint32_t repeats,
+                           double &gb_per_s) override;
   apu_status kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) override;
   apu_status kernel_time(const KernelProduct &product, uint32_t count, uint32_t repeats, double &nanoseconds) override;
 

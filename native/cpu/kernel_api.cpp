@@ -41,7 +41,7 @@ apu_status check_pool(Device &device, const char *name) {
 uint64_t read_range(const uint8_t *in, uint64_t bytes) {
   typedef uint64_t Line __attribute__((vector_size(64), aligned(1), may_alias));
   const uint64_t lines = bytes / sizeof(Line);
-  const auto *p = reinterpret_cast<const Line *>(in);
+  const Line *p = reinterpret_cast<const Line *>(in); // not auto, which would forget the alignment
   Line sum[4] = {};
   uint64_t i = 0;
   for (; i + 4 <= lines; i += 4)
@@ -118,26 +118,35 @@ apu_status Device::kernel_matmul(const KernelProduct &product, float *y) {
 }
 
 apu_status Device::kernel_read(const void *in, uint64_t bytes, uint32_t repeats, double &gb_per_s) {
-  TRY(check_pool(*this, "apu_kernel_read"));
+  const uint64_t part = reinterpret_cast<uintptr_t>(in);
+  return kernel_gather(&part, 1, bytes, repeats, gb_per_s);
+}
+
+apu_status Device::kernel_gather(const uint64_t *parts, uint32_t count, uint64_t bytes, uint32_t repeats,
+                                 double &gb_per_s) {
+  TRY(check_pool(*this, "apu_kernel_gather"));
   // Shared out as a matrix's rows are: contiguous ranges, and whoever is done helps, so that one slow worker does not
   // make the limit look lower than what a product can reach.
-  const uint64_t unit = std::max<uint64_t>(kReadBytes, bytes / kMaxUnits + 1);
-  const auto units = static_cast<uint32_t>((bytes + unit - 1) / unit);
-  const auto *base = static_cast<const uint8_t *>(in);
+  const uint64_t unit = std::max<uint64_t>(kReadBytes, bytes / (kMaxUnits / count) + 1);
+  const auto of_part = static_cast<uint32_t>((bytes + unit - 1) / unit);
   double best = std::numeric_limits<double>::infinity();
   uint64_t start = 0;
   std::atomic<uint64_t> sink{0};
   pool.run(0, [&](Worker &worker) {
     for (uint32_t r = 0; r < repeats; ++r) {
       worker.barrier([&] { start = now_ns(); });
-      Split split(worker, units, 1);
+      Split split(worker, of_part * count, 1);
       uint64_t sum = 0;
-      for (uint32_t b, e; split.next(b, e);) sum ^= read_range(base + b * unit, std::min(bytes, e * unit) - b * unit);
+      for (uint32_t b, e; split.next(b, e);)
+        for (; b < e; ++b) {
+          const uint64_t at = b % of_part * unit;
+          sum ^= read_range(reinterpret_cast<const uint8_t *>(parts[b / of_part]) + at, std::min(bytes - at, unit));
+        }
       sink.fetch_xor(sum, std::memory_order_relaxed);
       worker.barrier([&] { best = std::min(best, static_cast<double>(now_ns() - start) * 1e-9); });
     }
   });
-  gb_per_s = static_cast<double>(bytes) / best * 1e-9;
+  gb_per_s = static_cast<double>(bytes) * count / best * 1e-9;
   return APU_OK;
 }
 

@@ -264,6 +264,33 @@ apu_status Device::kernel_read(const void *in, uint64_t bytes, uint32_t repeats,
   return APU_OK;
 }
 
+apu_status Device::kernel_gather(const uint64_t *parts, uint32_t count, uint64_t bytes, uint32_t repeats,
+                                 double &gb_per_s) {
+  TRY(use());
+  // Whole words of each part: the same number of them, whatever its alignment.
+  const uint64_t whole = bytes < 31 ? 0 : (bytes - 15) / 16 * 16;
+  if (whole == 0 || whole / kReadBlockBytes >= uint64_t(std::numeric_limits<int32_t>::max()))
+    return fail(APU_E_INVALID, "apu_kernel_gather: parts of %llu bytes, expected 31 to what one launch reads",
+                static_cast<unsigned long long>(bytes));
+  std::vector<uint64_t> aligned(parts, parts + count);
+  for (uint64_t &part : aligned) part = (part + 15) / 16 * 16;
+  DeviceBuffer sink, table;
+  TRY(sink.alloc(*driver_, kAlign));
+  TRY(table.alloc(*driver_, count * sizeof(uint64_t)));
+  TRY(copy(table.address(), reinterpret_cast<uintptr_t>(aligned.data()), count * sizeof(uint64_t), false, true));
+  const GatherArgs args{reinterpret_cast<const u64 *>(table.address()), whole, reinterpret_cast<u32 *>(sink.address())};
+  const uint32_t blocks = uint32_t((whole + kReadBlockBytes - 1) / kReadBlockBytes);
+  Kernel kernel;
+  TRY(this->kernel("gather_read", 0, kernel));
+  std::vector<float> ms;
+  TRY(time(
+      *this, repeats,
+      [&] { return driver_->launch(kernel.function, {blocks, count}, kReadThreads, 0, stream_, &args, sizeof(args)); },
+      ms));
+  gb_per_s = double(whole) * count / (double(ms[0]) * 1e6);
+  return APU_OK;
+}
+
 apu_status Device::kernel_checksum(uint64_t address, uint64_t bytes, uint64_t &out) {
   TRY(use());
   constexpr uint64_t kFactor = 0x9e3779b97f4a7c15, kThreadBytes = 64; // at least so many for each thread

@@ -435,6 +435,10 @@ APU_API apu_status apu_kernel_dequantize(uint32_t dtype, const void *in, float *
  * products with weights that lie there. `in` is a device address. GB/s (1e9 bytes) of the best of `repeats` passes. */
 APU_API apu_status apu_kernel_read(apu_device *device, const void *in, uint64_t bytes, uint32_t repeats,
                                    double *gb_per_s);
+/* The same for `count` parts of `bytes` each that lie anywhere, as the experts of a step do: one pass reads them all,
+ * on a GPU in one launch. `parts` are device addresses. Best of `repeats` passes; a GPU has made one before. */
+APU_API apu_status apu_kernel_gather(apu_device *device, const uint64_t *parts, uint32_t count, uint64_t bytes,
+                                     uint32_t repeats, double *gb_per_s);
 /* A sum over the range's little-endian words w[i] of 4 bytes, zeros behind the last byte: of (w[i] + 1) * ((2 i + 1) *
  * 0x9e3779b97f4a7c15) modulo 2^64. The device computes it from what it reads at `address`, at any alignment; of the
  * cpu a host address. */

@@ -174,6 +174,7 @@ def test_footprint(capsys: pytest.CaptureFixture[str], tiny_llama: TinyModel) ->
     assert status == 0, err
     (item,) = json.loads(out)["files"]
     assert item["path"] == str(tiny_llama.path) and item["anonymous"] == 0 and item["rss"] > 0
+    assert os.getpid() in item["processes"] and json.loads(out)["engine"]["kv"] > 0
     status, out, _ = run(capsys, "footprint", "--pid", str(os.getpid()))
     assert status == 0 and "anonymous" in out
 

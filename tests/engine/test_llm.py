@@ -242,6 +242,8 @@ def test_memory_and_footprint(tiny_llama: TinyModel) -> None:
     with LLM(tiny_llama.path, ctx=128) as llm:
         llm.generate([1], 2)
         assert llm.memory["copied"] == 0 and llm.memory["weights"] > 0 and llm.memory["kv"] > 0
+        assert llm.memory["registered"] == llm.memory["device"] == 0  # the cpu reads in place without
+        assert (llm.memory_report["strategy"], llm.memory_report["way"]) == ("direct", None)
         (item,) = llm.footprint().files
         assert item.permissions == ("r--s",) and item.anonymous == 0
         assert "copied 0, anonymous 0; ctx 128" in llm.summary()

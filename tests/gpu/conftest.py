@@ -19,12 +19,13 @@ from apu_engine.device import open_device
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles the kernels for the double before any test's time runs."""
+    """Compiles the double and its kernels before any test's time runs."""
     needing = {"hip_kernels"} if "APU_TEST_DEVICE" in os.environ else {"hip_kernels", "gpu"}
     wanted = any(needing & set(getattr(item, "fixturenames", ())) for item in session.items)
     if wanted and not session.config.option.collectonly:
         with TemporaryDirectory() as folder:
             code_object(Path(folder))
+            library()
 
 
 @pytest.fixture(scope="session")

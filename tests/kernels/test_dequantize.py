@@ -59,3 +59,14 @@ def test_plain_read_reports_a_plausible_bandwidth(levels: tuple[Level, ...]) -> 
     for nbytes, passes in ((64, 0), (0, 1)):
         with pytest.raises(InvalidError, match="bytes and repeats must be positive"):
             device.read_rate(data.ctypes.data, nbytes, passes)
+    assert device.read_rate(data.ctypes.data + 7, data.nbytes - 7) > 1e3  # any alignment
+
+
+def test_gather_reads_parts_that_lie_anywhere(levels: tuple[Level, ...]) -> None:
+    data = np.ones(8 << 20, np.uint8)
+    device, base = levels[0].device, data.ctypes.data
+    for nbytes in ((256 << 10) + 7, 1 << 20, 1):
+        assert 1e3 < device.gather_rate([base + (5 << 20), base, base + 7], nbytes, 3) < 1e13
+    for parts, nbytes, passes in (([], 64, 1), ([base], 0, 1), ([base], 64, 0), ([base, 0], 64, 1)):
+        with pytest.raises(InvalidError, match="apu_kernel_gather: "):
+            device.gather_rate(parts, nbytes, passes)

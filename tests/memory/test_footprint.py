@@ -23,6 +23,8 @@ from apu_engine.memory.footprint import (
     Baseline,
     FileMapping,
     Footprint,
+    check_device,
+    check_dropped,
     check_files,
     check_growth,
     check_sharing,
@@ -106,8 +108,11 @@ def test_output() -> None:
     body = json.loads(json.dumps(now.as_dict()))
     assert body["files"][0]["rss"] == 808 << 10 and "regions" not in body
     lines = now.table().splitlines()
-    assert lines[0].split() == ["mapped", "resident", "Pss", "private", "dirty", "copied", "file"]
+    assert lines[0].split() == ["mapped", "resident", "Pss", "private", "dirty", "copied", "locked", "file"]
     assert lines[1].endswith("/models/my model.gguf (r--s)") and "827 kB" in lines[1]
+    shared = now.table({"fd:01 42": "3+"}).splitlines()
+    assert shared[0].split()[-2:] == ["processes", "file"]
+    assert shared[1].split()[-4:] == ["3+", "/models/my", "model.gguf", "(r--s)"] and shared[2].split()[-4] == "0"
     assert lines[-1].startswith("process 7: anonymous 65.5 kB, shared memory 16.4 kB")
 
 
@@ -129,6 +134,16 @@ def test_a_process_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         footprint(1)
 
 
+def test_device_memory_holds_one_copy_or_none() -> None:
+    weights, rest = 10 << 30, 1 << 30
+    assert [found.ok for found in check_device(rest, weights, 0, rest)] == [True]
+    assert [found.ok for found in check_device(weights + rest, weights, 0, rest)] == [False]
+    assert [found.ok for found in check_device(weights + rest, weights, weights, rest)] == [True, True]
+    assert [found.ok for found in check_device(2 * weights + rest, weights, 2 * weights, rest)] == [True, False]
+    small = check_device(20 << 20, 10 << 20, 10 << 20, 0)
+    assert small[0].ok and "too small a model for the driver's figure" in small[0].text
+
+
 # ---------------------------------------------------------------- real mappings
 
 
@@ -141,6 +156,20 @@ def test_a_mapped_file_passes(native: NativeDouble, file: Path) -> None:
         findings = [*check_files(now, mapping.nbytes), check_growth(now, baseline, 0, mapping.nbytes)]
         assert all(finding.ok for finding in findings), findings
         assert now.files[0].private_dirty == now.files[0].anonymous == 0
+
+
+def test_a_file_beside_its_copy(native: NativeDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped, or still cached: each is a fault, unless its file system lives in memory."""
+    file = tmp_path / "large.gguf"
+    file.write_bytes(bytes(9 << 20))
+    with Mapping.open(file):
+        (finding,) = check_dropped(footprint(files=[file]), 9 << 20)
+        assert not finding.ok and "expected no mapping beside a copy" in finding.text
+    monkeypatch.setattr(module, "_lives_in_memory", lambda path: False)
+    (finding,) = check_dropped(footprint(files=[file]), 9 << 20)
+    assert not finding.ok and "not mapped, 9.44 MB of it cached; allowed 8.39 MB" in finding.text
+    monkeypatch.setattr(module, "_lives_in_memory", lambda path: True)
+    assert check_dropped(footprint(files=[file]), 9 << 20)[0].ok
 
 
 def test_weights_that_are_not_resident(native: NativeDouble, file: Path) -> None:

@@ -135,6 +135,10 @@ class FakeLLM:
     def token_bytes(self, token: int) -> bytes:
         return ByteTokenizer().token_bytes(token)
 
+    @property
+    def memory_report(self) -> dict[str, Any]:
+        return {"strategy": "direct", "way": None, "weights": 7}
+
     def summary(self) -> str:
         return "weights 1 MB mapped, copied 0, anonymous 0; ctx 256 (KV 1 MB)"
 

@@ -127,6 +127,7 @@ async def test_loading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         status, _, health = await server.get("/health")
         assert status == 200 and health["status"] == "ok"
         assert (health["model"], health["context"], health["running"]) == ("fake", 256, 0)
+        assert health["memory"] == server.llm.memory_report
         assert health["ready"] == f"{server.llm.summary()}; {server.service.url}"
         assert (await server.post())[0] == 200
     assert server.service.ready_line in capsys.readouterr().out

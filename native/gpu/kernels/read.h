@@ -15,4 +15,10 @@ struct ReadArgs {
   u32 *sink;
 };
 
+struct GatherArgs {
+  const u64 *parts; // addresses, 16-byte aligned
+  u64 bytes;        // of each, a multiple of 16
+  u32 *sink;
+};
+
 } // namespace apu::gpu

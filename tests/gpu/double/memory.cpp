@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -34,6 +35,18 @@ Allocation map_guarded(size_t bytes, int fd) {
   a.data = a.map + kPage + (pages - rounded(bytes, kAlignment));
   a.bytes = bytes;
   return a;
+}
+
+// "apart": device memory lies in a file without a name, so that it is none of the process's anonymous memory, as that
+// of a GPU with memory of its own.
+int apart_file(size_t bytes) {
+  if (fault("apart").empty()) return -1;
+  const char *folder = std::getenv("TMPDIR");
+  std::string path = std::string(folder ? folder : "/tmp") + "/device-memory-XXXXXX";
+  const int fd = mkostemp(path.data(), O_CLOEXEC);
+  if (fd < 0) return -1;
+  unlink(path.c_str());
+  return ftruncate(fd, off_t(rounded(bytes, kPage))) ? (close(fd), -1) : fd;
 }
 
 void protect(const Allocation &a, int protection) {
@@ -103,10 +116,15 @@ HIP_API int hipMalloc(void **out, size_t bytes) {
   if (const int refused = refuse_while_capturing()) return refused;
   *out = nullptr;
   const uint64_t limit = fault_number("memory", uint64_t(64) << 30), fails = fault_number("oom_at", 0);
+  const int fd = apart_file(bytes);
   State &s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  if (++s.mallocs == fails || s.allocated + bytes > limit) return hipErrorOutOfMemory;
-  Allocation a = map_guarded(bytes, -1);
+  if (++s.mallocs == fails || s.allocated + bytes > limit) {
+    if (fd >= 0) close(fd);
+    return hipErrorOutOfMemory;
+  }
+  Allocation a = map_guarded(bytes, fd);
+  if (fd >= 0) close(fd);
   if (!a.map) return hipErrorOutOfMemory;
   if (bytes <= kPoisoned) std::memset(a.map + kPage, kPoison, a.map_bytes - 2 * kPage);
   if (!s.working) protect(a, PROT_NONE);
