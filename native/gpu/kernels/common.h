@@ -17,9 +17,11 @@ using i32 = int32_t;
 using u64 = uint64_t;
 using i64 = int64_t;
 
-constexpr u32 kPageRows = 128;     // tokens of a page of KV
-constexpr u32 kMatvecRows = 8;     // up to so many rows a product is a matvec, above them a GEMM
-constexpr u32 kWeightPadding = 16; // bytes before and after any weight that a kernel may read (and ignores)
+constexpr u32 kPageRows = 128; // tokens of a page of KV
+constexpr u32 kMatvecRows = 8; // up to so many rows a product is a matvec, above them a GEMM
+// A kernel reads no more than the aligned units of so many bytes that hold a weight's: inside of its pages, which are
+// all that there is of a file read in place.
+constexpr u32 kWeightPadding = 16;
 
 struct Segment { // rows [row_begin, row_begin + row_count) of a matrix
   u64 address;

@@ -39,15 +39,15 @@ template <class B> struct ByteOffset {
     }
   }
 };
-// The scale of a block lies in the two bytes before its integers: they are read as one.
 template <> struct ByteOffset<q::Q4_0> {
   static constexpr u32 value = 8;
   APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
-    u32 w[5];
-    load_unaligned<5>(p - 2, w);
-    half.ws = half_to_float(w[0] >> 16);
+    u32 w;
+    load_unaligned<1>(p, &w);
+    load_unaligned<4>(p + 2, half.q);
+    half.ws = half_to_float(w & 0xffffu);
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) half.q[i] = w[1 + i] >> 4 * h & 0x0f0f0f0fu;
+    for (u32 i = 0; i < 4; ++i) half.q[i] = half.q[i] >> 4 * h & 0x0f0f0f0fu;
     half.sc = 1;
   }
 };
@@ -55,11 +55,11 @@ template <> struct ByteOffset<q::Q8_0> {
   static constexpr u32 value = 128;
   APU_METHOD static void unpack(const u8 *p, u32 h, Half &half) {
     u32 w;
-    load_unaligned<1>(p - 2, &w);
+    load_unaligned<1>(p, &w);
     load_unaligned<4>(p + 2 + 16 * h, half.q);
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) half.q[i] ^= 0x80808080u;
-    half.ws = half_to_float(w >> 16);
+    half.ws = half_to_float(w & 0xffffu);
     half.sc = 1;
   }
 };

@@ -71,7 +71,7 @@ APU_DEVICE u32 wave_id() { // of the block
 // load16(p): 16 aligned bytes of device memory, not LDS, kept in caches.  load16_stream(p): read once.
 // store16(p, v): to either.
 // global_pointer<T>(address): to device memory, known not to be to LDS. For addresses that were themselves loaded.
-// load_unaligned<N>(p, words): N words at any address; may read 3 bytes before p and 4 after them.
+// load_unaligned<N>(p, words): N words at any address; reads no aligned word that holds none of their bytes.
 // copy16_async(shared, global): 16 aligned bytes to LDS; copy_commit(), copy_wait<N>() as in cp.async groups. Where the
 // hardware has no such thing the copy is immediate.
 // SharedAddress: a place in LDS, to which offsets are added; cheaper in loops than a pointer on NVIDIA.

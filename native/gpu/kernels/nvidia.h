@@ -206,9 +206,11 @@ template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) {
   const u32 shift = u32(reinterpret_cast<u64>(p) & 3) * 8;
   const u32 *from = reinterpret_cast<const u32 *>(static_cast<const u8 *>(p) - shift / 8); // LDS is still seen as such
   u32 low = from[0];
+  // Behind a range of memory there may be none; in LDS there is, and its loads keep to one base.
+  const u32 *end = from + N - (!__isShared(from) && shift == 0);
 #pragma unroll
   for (u32 i = 0; i < N; ++i) {
-    const u32 high = from[i + 1];
+    const u32 high = i + 1 < N ? from[i + 1] : *end;
     words[i] = __funnelshift_r(low, high, shift);
     low = high;
   }

@@ -225,10 +225,10 @@ template <typename T> APU_DEVICE T *global_pointer(u64 address) {
   return reinterpret_cast<T *>(address);
 }
 template <u32 N> APU_DEVICE void load_unaligned(const void *p, u32 *words) { // reads all that a GPU may read
-  const u64 base = reinterpret_cast<u64>(p) & ~u64{3};
+  const u64 base = reinterpret_cast<u64>(p) & ~u64{3}, before = reinterpret_cast<u64>(p) & 3;
   u8 bytes[4 * N + 4];
-  std::memcpy(bytes, reinterpret_cast<const void *>(base), sizeof bytes);
-  std::memcpy(words, bytes + (reinterpret_cast<u64>(p) & 3), 4 * N);
+  std::memcpy(bytes, reinterpret_cast<const void *>(base), 4 * N + (before ? 4 : 0));
+  std::memcpy(words, bytes + before, 4 * N);
 }
 APU_DEVICE void store16(void *p, u32x4 v) {
   shim_check16(p);

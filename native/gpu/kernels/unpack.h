@@ -3,7 +3,7 @@
 // A half is 16 consecutive elements, half h of a file block at p (any byte address). unpack_half gives them as integers
 // in four words, ready for dot4, with the scales that blocks.h names. Types that models are commonly made of are
 // unpacked word by word here; the others go through native/quant/unpack.h itself, compiled for the device. Blocks are
-// read with load_unaligned: up to 3 bytes before and 4 after one.
+// read with load_unaligned: nothing outside of the aligned words that hold them.
 #pragma once
 
 #include "gpu.h"
