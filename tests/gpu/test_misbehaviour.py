@@ -7,6 +7,7 @@ what was tried, and the weights are never there twice. Where each misbehaviour w
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hip_double import HipDouble, library
 
 from apu_engine import LLM
 from apu_engine.errors import ApuError, BudgetError, ConfigError
+from apu_engine.memory.verify import anonymous_bytes
 from models import TinyModel
 
 PROMPT = [1, 5, 9, 13]
@@ -205,6 +207,15 @@ def test_registering_that_copies(hip: HipDouble, loads: Loads, way: str) -> None
     assert "anonymous memory grew" in loads.staged()
 
 
+@pytest.mark.parametrize("way", ["lock", "register"])
+def test_pages_of_something_else(hip: HipDouble, loads: Loads, way: str) -> None:
+    """Verified by a sum: such a way is none, and asked for it is an error."""
+    hip.set(wrong=1, refuse=",".join(other for other in ALL.split(",") if other != way))
+    assert "the device reads other bytes than the file holds" in loads.staged()
+    hip.set(wrong=1)
+    loads.fails(ApuError, "the device reads other bytes at ", memory="registered", memory_way=way)
+
+
 def test_figures_of_memory(hip: HipDouble, loads: Loads) -> None:
     """More free than there is says nothing, less than is needed is an end."""
     hip.set(mem_free=120 << 30, mem_total=62 << 30, refuse=ALL)
@@ -235,6 +246,73 @@ def test_every_allocation_can_fail(hip: HipDouble, loads: Loads, memory: str, ke
 def test_launches_that_fail(hip: HipDouble, loads: Loads, kernel: str) -> None:
     hip.set(launch=kernel)
     loads.fails(ApuError, r"hipErrorLaunchFailure \(719\) launching")
+
+
+def test_copies_that_fail(hip: HipDouble, loads: Loads) -> None:
+    for k in (1, 2):
+        hip.set(copy_fail=k)
+        loads.fails(ApuError, r"hipErrorUnknown \(999\) copying \d+ bytes to the device", memory="staged")
+
+
+MISBEHAVIOURS = {
+    "read_only": ["refused"],
+    "register_limit": [1 << 16, 1 << 19],
+    "kfd_limit": [1 << 16, 500_000],
+    "fine": [1],
+    "coarse": ["invalid", "ignored"],
+    "svm": ["absent"],
+    "scattered": [1],
+    "moved": [1],
+    "wrong": [1],
+    "unregister": ["nothing"],
+    "stale": ["refused"],
+    "refuse": ["svm", "advise", "lock", "register", "svm,advise", "lock,register"],
+    "rate_coarse": [5_000, 150_000],
+    "mem_free": [1 << 40],
+    "oom_at": [1, 5, 12, 20],
+    "pinned_oom_at": [1, 3],
+    "copy_fail": [1, 3],
+    "launch": ["checksum", "plain_read"],
+    "capture": ["begin", "instantiate"],
+}
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_several_at_once(hip: HipDouble, loads: Loads, seed: int) -> None:
+    """It loads and answers as the CPU does, or says in one line why not."""
+    choose = random.Random(seed)
+    names = choose.sample(sorted(MISBEHAVIOURS), choose.randint(2, 6))
+    faults = {name: choose.choice(MISBEHAVIOURS[name]) for name in names}
+    memory = choose.choice(["auto", "auto", "registered", "staged"])
+    before, descriptors = hip.live(), open_files()
+    hip.set(**faults)
+    try:
+        with loads.running(memory=memory) as llm:
+            assert llm.runtime.copied_bytes in (0, llm.runtime.weights.nbytes)
+    except ApuError as error:
+        assert str(error) and "\n" not in str(error) and "internal" not in str(error), (faults, memory)
+    hip.set()
+    assert hip.live() == before and open_files() == descriptors, (faults, memory)
+
+
+def test_loading_again_and_again(hip: HipDouble, loads: Loads) -> None:
+    """Neither this process nor the device grows."""
+    grown: list[int] = []
+    for memory in ("registered", "staged", "auto") * 4:
+        with loads.running(memory=memory):
+            pass
+        grown.append(anonymous_bytes())
+    assert grown[-1] - grown[5] < 4 << 20
+
+
+def test_steps_allocate_nothing(hip: HipDouble, loads: Loads) -> None:
+    """After those of the first sizes."""
+    with loads.running() as llm:
+        before, first = hip.live(), anonymous_bytes()
+        for _ in range(8):
+            llm.generate(PROMPT, 6, temperature=0, ignore_eos=True)
+        assert hip.live() == before
+        assert anonymous_bytes() - first < 2 << 20
 
 
 def test_no_device(hip: HipDouble, loads: Loads) -> None:

@@ -195,6 +195,16 @@ def test_a_copy_that_hangs(start: Start, large: TinyModel, copy: int) -> None:
     assert "no progress for 1 s while" in log and "can be started again" in log
 
 
+def test_told_to_end_while_a_copy_hangs(start: Start, large: TinyModel) -> None:
+    """The first signal waits for it, the second one does not."""
+    server = start(large, "--memory", "staged", faults="copy_hang=1")
+    server.until(lambda: server.count("copied_bytes") > 0)
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: "a second signal ends at once" in server.log())
+    server.process.send_signal(signal.SIGTERM)
+    server.ends(128 + signal.SIGTERM)
+
+
 def test_a_way_that_hangs(start: Start, tiny_llama: TinyModel) -> None:
     """The next start does not try it again, and says so."""
     server = start(tiny_llama, "--watchdog", "1", faults="hang=checksum")

@@ -229,7 +229,7 @@ HIP_API int hipHostFree(void *host) {
 // Pageable memory is staged: it may be changed once the call has returned, pinned memory may not before the copy is
 // done. Addresses that are no allocation are refused at the call. A copy that never ends, or only after minutes, was
 // seen from mapped files of many GB (ROCm/legacy-rocm-build#6582, #6182, ggml-org/llama.cpp#15018): "copy_hang=k" is
-// the k-th to the device.
+// the k-th to the device, "copy_fail=k" one that is refused.
 HIP_API int hipMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *handle) {
   CHECK_STICKY();
   auto *stream = static_cast<Stream *>(handle);
@@ -237,18 +237,20 @@ HIP_API int hipMemcpyAsync(void *to, const void *from, size_t bytes, int kind, v
   if ((to_device && !on_device(to, bytes)) || (from_device && !on_device(from, bytes))) return hipErrorInvalidValue;
   if (kind < 1 || kind > 3) return hipErrorInvalidValue;
   if (kind == 1) {
-    const std::string hangs = fault("copy_hang");
-    const bool pageable = !pinned(from, bytes);
     State &s = state();
+    const uint64_t number = ++s.copies;
+    const bool pageable = !pinned(from, bytes);
     s.counts[kCopiedBytes] += bytes;
     if (pageable) s.counts[kPageableBytes] += bytes;
-    if (uint64_t number = ++s.copies; !hangs.empty() && number == std::strtoull(hangs.c_str(), nullptr, 0))
-      if (const int refused = enqueue(stream, [=] { hang("copy_hang", hangs); })) return refused;
-  }
-  if (kind == 1 && !stream->capture && !pinned(from, bytes)) {
-    const auto *bytes_now = static_cast<const uint8_t *>(from);
-    auto staged = std::make_shared<std::vector<uint8_t>>(bytes_now, bytes_now + bytes);
-    return enqueue(stream, [=] { std::memcpy(to, staged->data(), bytes); });
+    if (number == fault_number("copy_fail", 0)) return hipErrorUnknown;
+    if (number == fault_number("copy_hang", 0))
+      if (const int refused = enqueue(stream, [hangs = fault("copy_hang")] { hang("copy_hang", hangs); }))
+        return refused;
+    if (pageable && !stream->capture) {
+      const auto *now = static_cast<const uint8_t *>(from);
+      auto staged = std::make_shared<std::vector<uint8_t>>(now, now + bytes);
+      return enqueue(stream, [=] { std::memcpy(to, staged->data(), bytes); });
+    }
   }
   return enqueue(stream, [=] { std::memmove(to, from, bytes); });
 }

@@ -185,13 +185,15 @@ void fault_in(uint8_t *begin, uint8_t *end) {
   if (p != MAP_FAILED) state().copied.emplace(begin, std::make_pair(p, bytes));
 }
 
-// Another address for the same pages, between inaccessible ones.
+// Another address for the same pages, between inaccessible ones. "wrong" gives other pages, as a stale translation
+// does: of no runtime is that known, but it is what a sum over the pages is for.
 bool move(uint8_t *host, Registration &r) {
   r.map_bytes = r.bytes + 2 * kPage;
   void *map = mmap(nullptr, r.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (map == MAP_FAILED) return false;
   r.map = static_cast<uint8_t *>(map);
   r.device = r.map + kPage;
+  if (!asked("wrong").empty()) return mprotect(r.device, r.bytes, PROT_READ) == 0;
   // Of size 0: a second mapping of the same pages, which only shared ones can have.
   if (mremap(host, 0, r.bytes, MREMAP_MAYMOVE | MREMAP_FIXED, r.device) != MAP_FAILED) return true;
   munmap(r.map, r.map_bytes);
@@ -216,7 +218,8 @@ bool give(uint8_t *host, size_t bytes, bool coarse, bool locked) {
   r.bytes = size_t(end - begin);
   r.device = begin;
   r.locked = locked;
-  if ((!svm || !asked("scattered").empty()) && mapped(begin, end).shared && !move(begin, r)) return false;
+  if ((!svm || !asked("scattered").empty() || !asked("wrong").empty()) && mapped(begin, end).shared && !move(begin, r))
+    return false;
   r.device += host - begin;
   if (const auto old = s.registrations.find(host); old != s.registrations.end()) release(old->second);
   s.registrations[host] = r;

@@ -44,6 +44,7 @@ enum Error : int {
   hipErrorStreamCaptureUnmatched = 903,
   hipErrorCapturedEvent = 907,
   hipErrorStreamCaptureWrongThread = 908,
+  hipErrorUnknown = 999,
 };
 
 struct Allocation {
