@@ -11,6 +11,7 @@ import mmap
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from hip_double import HipDouble, counted, library
 from probe import Probe, ProbeError
 
 from apu_engine._native import Device, Region
+from apu_engine.memory.verify import checksum
 
 PAGE = mmap.PAGESIZE
 PAGES = 16
@@ -389,3 +391,40 @@ def test_what_an_address_belongs_to(hip: HipDouble, runtime: Runtime, file: File
     assert info(device + 7)[0] == 2 and info(device + 7)[2:] == (device, 2)
     runtime.advise(file.address, file.nbytes)
     assert info(device + 7)[3] == 4
+
+
+def test_kernels_read_what_the_device_reaches(
+    hip: HipDouble, hip_device: Device, runtime: Runtime, file: File, path: Path
+) -> None:
+    """And by the device's address, not the host's where that is another; else the device is lost."""
+    hip.set(scattered=1)
+    assert hip_device.checksum(runtime.register(file.address, file.nbytes), file.nbytes) == checksum(file.bytes)
+    code = """
+    import sys
+    from pathlib import Path
+    from hip_double import HipDouble
+    from test_double_registration import File, Runtime
+    from apu_engine._native import Device, DeviceError
+    double = HipDouble(Path(sys.argv[1]))
+    runtime, file, device = Runtime(double), File(Path(sys.argv[2])), Device("hip")
+    double.set(scattered=1)
+    address = file.address
+    for step in sys.argv[3].split():
+        address = runtime.register(file.address, file.nbytes) if step == "register" else address
+        address = file.address if step == "host" else address
+        if step == "unregister":
+            runtime.unregister(file.address)
+    try:
+        device.checksum(address, file.nbytes)
+    except DeviceError as error:
+        print(double.error(), "|", error)
+    """
+    for steps, text in (
+        ("", "checksum reads memory that is not the device's"),
+        ("register host", "checksum is given the host's address of what the device sees elsewhere"),
+        ("register unregister", "checksum reads memory that is not the device's"),
+    ):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(hip.path), str(path), steps]
+        folders = os.pathsep.join(sys.path)
+        run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders})
+        assert run.stdout.startswith(f"{text} | device hip: hipErrorIllegalAddress (700)"), run.stderr

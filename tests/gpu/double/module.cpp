@@ -21,17 +21,22 @@ void run_kernel(const Kernel &kernel, const uint32_t (&grid)[3], uint32_t thread
     return sticky_fault(hipErrorIllegalAddress, "memory access fault in " + kernel.name);
   // Any other exception of a wave: hipErrorLaunchFailure from then on (ROCm/TheRock#4214).
   if (fault("exception") == kernel.name) return sticky_fault(hipErrorLaunchFailure, "exception in " + kernel.name);
+  // The host's mappings are no secret to kernels that the host runs, so addresses are looked at before.
+  uint64_t range[2] = {}; // ReadArgs and ChecksumArgs begin with an address and bytes
+  const bool reads = kernel.name == "plain_read" || kernel.name == "checksum";
+  if (reads) std::memcpy(range, argument.data(), sizeof range);
+  const auto *from = reinterpret_cast<const uint8_t *>(range[0]);
+  if (reads && !on_device(from, range[1]) && fault("pageable").empty())
+    return sticky_fault(hipErrorIllegalAddress, kernel.name + " reads memory that is not the device's");
+  if (names_moved_memory(argument))
+    return sticky_fault(hipErrorIllegalAddress,
+                        kernel.name + " is given the host's address of what the device sees elsewhere");
   const bool reverse = !fault("reverse").empty();
   char error[2048] = "";
   std::lock_guard<std::mutex> lock(state().launching);
   const int failed = kernel.launch(kernel.name.c_str(), grid, threads, lds, argument.data(), argument.size(), reverse,
                                    error, sizeof error);
-  if (kernel.name == "plain_read") { // ReadArgs: address and bytes come first
-    uint64_t from = 0, bytes = 0;
-    std::memcpy(&from, argument.data(), sizeof from);
-    std::memcpy(&bytes, argument.data() + sizeof from, sizeof bytes);
-    take(read_ns(reinterpret_cast<const void *>(from), bytes));
-  }
+  if (kernel.name == "plain_read") take(read_ns(from, range[1]));
   if (!failed) return;
   sticky_fault(std::strstr(error, "memory fault") ? hipErrorIllegalAddress : hipErrorLaunchFailure, error);
 }

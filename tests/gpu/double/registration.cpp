@@ -274,6 +274,18 @@ bool registered(const void *p, size_t bytes, bool device) {
   return device && all_ranges(page_of(p), pages_end(p, bytes), [](const Range &r) { return r.accessible; });
 }
 
+bool names_moved_memory(const std::vector<uint8_t> &argument) {
+  State &s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  for (size_t i = 0; i + sizeof(uint64_t) <= argument.size(); i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, argument.data() + i, sizeof word);
+    const auto *found = registration_of(reinterpret_cast<const void *>(word));
+    if (found && found->second.map) return true;
+  }
+  return false;
+}
+
 // A mapping that ends takes with it what the driver knew of its pages (linux, svm_range_unmap_from_cpu). The runtime's
 // own table would keep an entry, which is counted until somebody maps the place again.
 void forget_unmapped() {

@@ -170,7 +170,9 @@ uint64_t fault_number(const char *key, uint64_t otherwise);
 int refuse_while_capturing();
 
 bool on_device(const void *p, size_t bytes); // within one allocation or registration that the device can reach
-bool pinned(const void *p, size_t bytes);    // at the host's address of pinned memory
+bool names_moved_memory(
+    const std::vector<uint8_t> &argument);                 // at the host's address, where the device has another one
+bool pinned(const void *p, size_t bytes);                  // at the host's address of pinned memory
 bool registered(const void *p, size_t bytes, bool device); // at the device's or the host's address
 void open_memory();                                        // for the calling stream's thread
 void close_memory();
