@@ -2,6 +2,7 @@
 // each shared object that tests/gpu/shim.py compiled, and a NUL.
 #include "state.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
@@ -34,7 +35,9 @@ void run_kernel(const Kernel &kernel, const uint32_t (&grid)[3], uint32_t thread
   const bool reverse = !fault("reverse").empty();
   char error[2048] = "";
   std::lock_guard<std::mutex> lock(state().launching);
-  const int failed = kernel.launch(kernel.name.c_str(), grid, threads, lds, argument.data(), argument.size(), reverse,
+  // Plain reads take the time that is said, not the shim's: most of a large range is left unread.
+  const uint32_t blocks[3] = {kernel.name == "plain_read" ? std::min(grid[0], 128u) : grid[0], grid[1], grid[2]};
+  const int failed = kernel.launch(kernel.name.c_str(), blocks, threads, lds, argument.data(), argument.size(), reverse,
                                    error, sizeof error);
   if (kernel.name == "plain_read") take(read_ns(from, range[1]));
   if (!failed) return;
