@@ -80,7 +80,7 @@ class Report:
         hidden = "+" if self.sharing.hidden else ""
         lines = [self.now.table({key: f"{len(pids)}{hidden}" for key, pids in self.sharing.pids.items()})]
         if self.sharing.hidden:
-            lines.append(f"+: mappings of {self.sharing.hidden} processes of other users may not be read")
+            lines.append(f"+: not counting those whose mappings this user may not read ({self.sharing.hidden})")
         for item in self.drivers:
             kinds = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in item.kinds.items()) or "nothing"
             lines.append(f"GPU {item.gpu} ({item.source}): {kinds}")
