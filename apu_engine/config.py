@@ -327,6 +327,15 @@ class EngineConfig:
         group="text",
         default_text="the model's",
     )
+    reasoning_effort: str | None = option(
+        "str",
+        None,
+        "How much a model thinks where a request does not say: as far as its chat template knows the word.",
+        "--reasoning-effort",
+        group="text",
+        choices=("none", "minimal", "low", "medium", "high", "xhigh", "max"),
+        default_text="the template's",
+    )
     system: str | None = option("str", None, "System prompt of `chat`.", "--system", group="text")
 
     # ---- server

@@ -1,7 +1,8 @@
 """`apu-engine chat`: a conversation on the terminal, one answer for `-p` or piped text, or a plain
 continuation.
 
-Answers go to standard output and everything else to standard error, so that a pipe gets the answer alone.
+Answers go to standard output and everything else, also what a model thinks before it answers, to standard error, so
+that a pipe gets the answer alone.
 Ctrl-C ends the answer that is being written, not the conversation; at the prompt it clears the line.
 """
 
@@ -156,7 +157,8 @@ class Session:
             raise
         print(flush=True)
         if not self.raw:
-            self.history.append({"role": "assistant", "content": completion.text})
+            answer = {"role": "assistant", "content": completion.text}
+            self.history.append(answer | ({"reasoning_content": completion.reasoning} if completion.reasoning else {}))
         if completion.finish_reason == "length":
             limit = self.llm.config.max_tokens
             asked = limit and completion.timings.generated_tokens >= limit
@@ -170,16 +172,46 @@ class Session:
         return self.llm.stream_chat(self.messages())
 
     def _print(self, generation: Generation) -> Completion:
+        thinking = Thinking()
         try:
-            for piece in generation:
-                sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
-                sys.stdout.flush()
+            for reasoning, piece in generation.parts():
+                thinking.write(reasoning)
+                if piece:
+                    thinking.end()
+                    sys.stdout.write(printable(piece) if sys.stdout.isatty() else piece)
+                    sys.stdout.flush()
         except KeyboardInterrupt:
             generation.close()
+        finally:
+            thinking.end()
         completion = generation.result
         if self.timings:
             print(f"\n{timing_line(completion)}", file=sys.stderr)
         return completion
+
+
+class Thinking:
+    """What a model thinks, on standard error; dim where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._dim = sys.stderr is not None and sys.stderr.isatty()
+
+    def write(self, text: str) -> None:
+        if text:
+            if not self._begun:
+                self._print("\x1b[2m" if self._dim else "(thinking) ")
+            self._begun = True
+            self._print(printable(text) if self._dim else text)
+
+    def end(self) -> None:
+        """After the last of it; harmless when there was none."""
+        if self._begun:
+            self._print("\x1b[0m\n\n" if self._dim else "\n")
+        self._begun = False
+
+    def _print(self, text: str) -> None:
+        print(text, end="", flush=True, file=sys.stderr)
 
 
 def printable(text: str) -> str:

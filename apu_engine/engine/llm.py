@@ -26,6 +26,7 @@ from apu_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from apu_engine.memory.footprint import Footprint
+    from apu_engine.text.reasoning import Block
     from apu_engine.text.stream import TextStream
     from apu_engine.text.tokenizer import Tokenizer
 
@@ -36,7 +37,8 @@ Message = Mapping[str, Any]
 @dataclass(slots=True, frozen=True)
 class Completion:
     """A finished answer. `tokens` are all generated ids; `text` ends before a stop string, and is "" without
-    a tokenizer. `logprobs` has one TokenEvent per token when they were asked for."""
+    a tokenizer. `logprobs` has one TokenEvent per token when they were asked for. What a model wrote as reasoning
+    before the answer to a chat is `reasoning`, not part of `text`; `reasoning_tokens` are its tokens."""
 
     text: str
     tokens: list[int]
@@ -44,10 +46,21 @@ class Completion:
     timings: Timings
     seed: int
     logprobs: list[TokenEvent] | None = None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class ChatPrompt:
+    """A rendered conversation: its token ids, and the reasoning block that the answer may begin with."""
+
+    tokens: list[int]
+    block: Block | None = None
 
 
 class Generation:
-    """An answer under way: iterate over its text pieces; `result` is the Completion once it ended.
+    """An answer under way: iterate over its text pieces; `result` is the Completion once it ended. `parts()`
+    also gives the reasoning as it comes.
 
     Leaving it for good (`close`, leaving the `with` block, or dropping it) cancels the request.
     """
@@ -58,6 +71,7 @@ class Generation:
         self._text = text
         self._tokens: list[TokenEvent] = []
         self._pieces: list[str] = []
+        self._reasoning: list[str] = []
         self._result: Completion | None = None
         self._events: queue.SimpleQueue[TokenEvent | Done] = queue.SimpleQueue()
         put = self._events.put  # the engine must not keep this object alive
@@ -81,34 +95,41 @@ class Generation:
         return self
 
     def __next__(self) -> str:
-        while self._result is None:
-            try:
-                piece = self._take(self._events.get())
-            except BaseException:
-                self.close()
-                raise
+        for _, piece in self.parts():
             if piece:
                 return piece
         raise StopIteration
 
-    def _take(self, event: TokenEvent | Done) -> str:
-        """The text that an event makes certain."""
-        piece = ""
-        if isinstance(event, TokenEvent):
-            if self._stopped:
-                return ""
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Pairs of reasoning and text as they come, one of them possibly empty."""
+        while self._result is None:
+            try:
+                part = self._take(self._events.get())
+            except BaseException:
+                self.close()
+                raise
+            if any(part):
+                yield part
+
+    def _take(self, event: TokenEvent | Done) -> tuple[str, str]:
+        """The reasoning and the text that an event makes certain."""
+        reasoning = piece = ""
+        if isinstance(event, Done):
+            if self._text is not None:
+                piece, reasoning = self._text.flush(), self._text.reasoning
+        elif self._stopped:
+            return "", ""
+        else:
             self._tokens.append(event)
             if self._text is not None:
-                piece = self._text.push(event.token)
+                piece, reasoning = self._text.push(event.token), self._text.reasoning
                 if self._stopped:
                     self._runtime.engine.cancel(self._job)
-            self._pieces.append(piece)
-            return piece
-        if self._text is not None:
-            piece = self._text.flush()
-            self._pieces.append(piece)
-        self._finish(event)
-        return piece
+        self._pieces.append(piece)
+        self._reasoning.append(reasoning)
+        if isinstance(event, Done):
+            self._finish(event)
+        return reasoning, piece
 
     @property
     def _stopped(self) -> bool:
@@ -123,6 +144,8 @@ class Generation:
             timings=done.timings,
             seed=done.seed,
             logprobs=list(self._tokens) if self._job.params.logprobs else None,
+            reasoning="".join(self._reasoning),
+            reasoning_tokens=0 if self._text is None else self._text.reasoning_tokens,
         )
         if done.error is not None:
             raise done.error
@@ -297,11 +320,17 @@ class LLM:
         tokenizer = self.runtime.tokenizer
         return frozenset() if tokenizer is None else tokenizer.eog_ids
 
-    def text_stream(self, stop: str | Sequence[str] = (), continuation: bool = False) -> TextStream:
-        """A filter that turns the tokens of one answer into text, ending at stop strings."""
+    def text_stream(
+        self, stop: str | Sequence[str] = (), continuation: bool = False, block: Block | None = None
+    ) -> TextStream:
+        """A filter that turns the tokens of one answer into text, ending at stop strings. With `block`, from
+        `chat_prompt`, reasoning is kept apart.
+        """
+        from apu_engine.text.reasoning import ReasoningSplit
         from apu_engine.text.stream import TextStream, check_stop
 
-        return TextStream(self.tokenizer, check_stop(stop), continuation=continuation)
+        split = None if block is None else ReasoningSplit(block)
+        return TextStream(self.tokenizer, check_stop(stop), continuation=continuation, split=split)
 
     def logits(self, ids: Prompt) -> NDArray[np.float32]:
         """(T, V) float32: for each position the logits of the token after it. Runs from an empty context."""
@@ -352,12 +381,27 @@ class LLM:
         """Stop strings that every chat needs: those of the plain transcript where there is no template."""
         return tuple(self.runtime.template.default_stop)
 
-    def chat_tokens(self, messages: str | Sequence[Message], **template_options: Any) -> list[int]:
+    def chat_tokens(
+        self, messages: str | Sequence[Message], reasoning_effort: str | None = None, **template_options: Any
+    ) -> list[int]:
+        """The prompt for a conversation, as `chat_prompt` makes it."""
+        return self.chat_prompt(messages, reasoning_effort, template_options).tokens
+
+    def chat_prompt(
+        self,
+        messages: str | Sequence[Message],
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
         """The prompt for a conversation, up to where the answer begins; what users wrote stays text.
 
-        Raises TemplateError when the template refuses the messages, ModelError without a tokenizer.
+        `reasoning_effort` is how much the model is asked to think: none, minimal, low, medium, high, xhigh or max, as
+        far as its template knows them; None takes the `reasoning_effort` option, else the template's own default.
+        Raises ConfigError for an effort or a template option that this template does not know, TemplateError when it
+        refuses the messages, ModelError without a tokenizer.
         """
         from apu_engine.text.prompt import encode_prompt
+        from apu_engine.text.reasoning import SWITCHES, find_block, thinking_variables
 
         template = self.runtime.template
         if isinstance(messages, str):
@@ -366,7 +410,17 @@ class LLM:
             messages = [*head, {"role": "user", "content": messages}]
         if not isinstance(messages, (list, tuple)):
             raise ConfigError(f"messages: expected text or a list of messages, found {messages!r}", "messages")
-        return encode_prompt(self.tokenizer, template.render(messages, **template_options))
+        options = dict(template_options or {})
+        effort = reasoning_effort
+        if effort is None and not options.keys() & {*SWITCHES, "reasoning_effort"}:
+            effort = self.config.reasoning_effort
+        if options or effort is not None:
+            reads = template.variables()
+            _check_template_options(options, reads)
+            options |= thinking_variables(effort, template.source, reads, options)
+        prompt = template.render(messages, **options)
+        block = find_block(prompt, template.source, self.tokenizer.control_tokens)
+        return ChatPrompt(encode_prompt(self.tokenizer, prompt), block)
 
     def stream_chat(
         self,
@@ -375,19 +429,22 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Generation:
         """Answer a conversation, rendered with the model's chat template.
 
         A string is one user message, preceded by the `system` option's text where it is set.
-        `template_options` go to the template, the others are as in `stream`.
+        `reasoning_effort` is as in `chat_prompt`, `template_options` go to the template, the others are as in
+        `stream`; stop strings are looked for in the answer, not in the reasoning before it.
         """
-        ids = self.chat_tokens(messages, **(template_options or {}))
-        job = self._job(ids, max_tokens, sampling, ignore_eos)
+        prompt = self.chat_prompt(messages, reasoning_effort, template_options)
+        job = self._job(prompt.tokens, max_tokens, sampling, ignore_eos)
         from apu_engine.text.stream import check_stop
 
-        return Generation(self.runtime, job, self.text_stream([*check_stop(stop), *self.chat_stop]))
+        text = self.text_stream([*check_stop(stop), *self.chat_stop], block=prompt.block)
+        return Generation(self.runtime, job, text)
 
     def chat(self, messages: str | Sequence[Message], max_tokens: int | None = None, **options: Any) -> Completion:
         """As `stream_chat`, but waits for the whole answer."""
@@ -424,6 +481,18 @@ class LLM:
             stop_ids=self.stop_ids,
             ignore_eos=ignore_eos,
         )
+
+
+def _check_template_options(options: Mapping[str, Any], reads: frozenset[str]) -> None:
+    """Refuses what would be ignored."""
+    known = reads | {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+    for name in options:
+        if name not in known:
+            own = sorted(known - {"messages", "bos_token", "eos_token"})
+            raise ConfigError(
+                f"template_options.{name:.80}: the chat template has no such variable; it has {', '.join(own)}",
+                f"template_options.{name:.80}",
+            )
 
 
 def _flat_ids(value: Any, name: str, other: str = "") -> list[int]:

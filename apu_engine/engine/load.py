@@ -84,8 +84,14 @@ class Runtime:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template; else chats are written as a plain transcript."""
-        return bool(self.template_override or self.model.metadata.get("tokenizer.chat_template"))
+        """Whether there is a chat template, or a known prompt format; else chats are written as a plain transcript."""
+        if self.template_override or self.model.metadata.get("tokenizer.chat_template"):
+            return True
+        if self.tokenizer is None:
+            return False
+        from apu_engine.text.formats import find_format
+
+        return find_format(self.model.metadata, self.tokenizer) is not None
 
     @property
     def template(self) -> ChatTemplate:

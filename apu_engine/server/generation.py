@@ -31,6 +31,7 @@ class Piece:
 
     text: str
     tokens: list[TokenEvent]
+    reasoning: str = ""
 
 
 class Generation:
@@ -78,20 +79,21 @@ class Generation:
             while True:
                 event = await self._next()
                 if isinstance(event, Done):
-                    yield Piece(self._end(event), held)
+                    text = self._end(event)
+                    yield Piece(text, held, self._stream.reasoning)
                     return
-                text = ""
+                text = reasoning = ""
                 if event is not None:
                     self.generated += 1
                     self._first_seconds = self._first_seconds or time.monotonic() - self._started
-                    text = self._stream.push(event.token)
+                    text, reasoning = self._stream.push(event.token), self._stream.reasoning
                     held.append(event)
                 if self._stream.finished:
                     await self._stop()
-                    yield Piece(text, held)
+                    yield Piece(text, held, reasoning)
                     return
-                if text:
-                    yield Piece(text, held)
+                if text or reasoning:
+                    yield Piece(text, held, reasoning)
                     held = []
                     self._quiet_from_now()
                 elif self._loop.time() >= self._ping_at:
@@ -145,6 +147,7 @@ class Generation:
             "completion_tokens": self.generated,
             "total_tokens": timings.prompt_tokens + self.generated,
             "prompt_tokens_details": {"cached_tokens": timings.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._stream.reasoning_tokens},
         }
 
     def timings(self) -> dict[str, float]:

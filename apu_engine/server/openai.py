@@ -84,13 +84,16 @@ class OpenAI:
         params = self._params(llm, asked, bool(asked.logprobs), asked.top_logprobs)
         messages = schema.plain_messages(asked.messages)
         options = schema.template_options(asked.chat_template_kwargs)
-        stream = llm.text_stream([*schema.stop_strings(asked.stop), *llm.chat_stop])
+        stop = [*schema.stop_strings(asked.stop), *llm.chat_stop]
+        llm.text_stream(stop)  # refuses bad ones before anything is rendered
         _check_length(llm, (message["content"] for message in messages), "messages")
-        prompt = await asyncio.to_thread(llm.chat_tokens, messages, **options)
+        with schema.template_errors():
+            prompt = await asyncio.to_thread(llm.chat_prompt, messages, asked.reasoning_effort, options)
+        stream = llm.text_stream(stop, block=prompt.block)
         limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         if limit is None:
             limit = self._service.config.max_tokens or llm.context
-        return await self._answer(request, llm, asked, prompt, limit, stream, params, ChatWording(llm, params))
+        return await self._answer(request, llm, asked, prompt.tokens, limit, stream, params, ChatWording(llm, params))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         llm = self._service.ready()
@@ -151,13 +154,15 @@ class OpenAI:
 
     async def _whole(self, generation: Generation, words: Wording, head: dict[str, Any]) -> web.Response:
         text: list[str] = []
+        reasoning: list[str] = []
         tokens: list[TokenEvent] = []
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
                 if piece is not None:
                     text.append(piece.text)
+                    reasoning.append(piece.reasoning)
                     tokens += piece.tokens
-        choice = words.whole("".join(text), tokens, generation.finish_reason)
+        choice = words.whole("".join(text), "".join(reasoning), tokens, generation.finish_reason)
         ending = {"usage": generation.usage(), "timings": generation.timings()}
         return json_response({**head, "object": words.object, "choices": [choice], **ending})
 
@@ -175,8 +180,8 @@ class OpenAI:
                     while True:
                         if piece is None:
                             await events.ping()
-                        elif piece.text or (piece.tokens and generation.job.params.logprobs):
-                            part = words.part(piece.text, piece.tokens, None)
+                        elif piece.text or piece.reasoning or (piece.tokens and generation.job.params.logprobs):
+                            part = words.part(piece.text, piece.reasoning, piece.tokens, None)
                             await events.send({**head, "choices": [part], **none_yet})
                         if generation.finish_reason:
                             break
@@ -184,7 +189,7 @@ class OpenAI:
                 except ApiError as error:  # the status line is gone: the error travels as an event
                     await events.send(error.body())
                     return events.response
-                last = words.part("", [], generation.finish_reason)
+                last = words.part("", "", [], generation.finish_reason)
                 await events.send({**head, "choices": [last], **none_yet, "timings": generation.timings()})
                 if usage:
                     await events.send({**head, "choices": [], "usage": generation.usage()})

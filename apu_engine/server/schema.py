@@ -7,15 +7,19 @@ fields.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from apu_engine.errors import ConfigError
 from apu_engine.server.errors import ApiError
+from apu_engine.text.reasoning import Effort
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # field: values that ask for nothing
@@ -93,6 +97,7 @@ class ChatRequest(_Generate, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class CompletionRequest(_Generate, forbid_unknown_fields=True, kw_only=True):
@@ -201,6 +206,19 @@ def template_options(options: dict[str, Any] | None) -> dict[str, Any]:
         if name in (options or {}):
             invalid(f"chat_template_kwargs.{name}", "not supported by this server", "unsupported_field")
     return options or {}
+
+
+@contextlib.contextmanager
+def template_errors() -> Iterator[None]:
+    """Errors of the chat template's options under the names that requests have for them."""
+    try:
+        yield
+    except ConfigError as error:
+        head, dot, name = error.option.partition(".")
+        if head != "template_options":
+            raise
+        field = f"chat_template_kwargs{dot}{name}"
+        raise ApiError(400, str(error).replace(error.option, field, 1), field, "unsupported_field") from None
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:

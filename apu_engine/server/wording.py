@@ -20,9 +20,9 @@ class Wording(Protocol):
     chunk_object: str
     prompt_field: str
 
-    def whole(self, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]: ...
+    def whole(self, text: str, reasoning: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]: ...
     def opening(self) -> dict[str, Any] | None: ...
-    def part(self, text: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]: ...
+    def part(self, text: str, reasoning: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]: ...
 
 
 class ChatWording:
@@ -35,16 +35,19 @@ class ChatWording:
         self._llm = llm
         self._params = params
 
-    def whole(self, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
+    def whole(self, text: str, reasoning: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         return {"index": 0, "message": message, "logprobs": self._logprobs(tokens), "finish_reason": reason}
 
     def opening(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""}, None, None)
 
-    def part(self, text: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]:
+    def part(self, text: str, reasoning: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(tokens) if tokens else None
-        return self._chunk({"content": text} if text else {}, logprobs, reason)
+        said = {"reasoning_content": reasoning, "content": text}
+        return self._chunk({name: piece for name, piece in said.items() if piece}, logprobs, reason)
 
     def _chunk(self, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
@@ -72,13 +75,13 @@ class CompletionWording:
         self._params = params
         self._offset = 0  # characters of the answer so far
 
-    def whole(self, text: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
-        return self.part(text, tokens, reason)
+    def whole(self, text: str, reasoning: str, tokens: list[TokenEvent], reason: str) -> dict[str, Any]:
+        return self.part(text, reasoning, tokens, reason)
 
     def opening(self) -> None:
         return None
 
-    def part(self, text: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]:
+    def part(self, text: str, _: str, tokens: list[TokenEvent], reason: str | None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": self._logprobs(tokens), "finish_reason": reason}
 
     def _logprobs(self, tokens: list[TokenEvent]) -> dict[str, Any] | None:

@@ -3,7 +3,8 @@
 Two things are held back: the bytes of a character that is not complete yet, and the end of the text while it may still
 grow into a stop string. What comes out does not depend on how the text was cut into tokens: the stop string that is
 complete first ends the text, the longest one if several are complete at once. Everything held comes out on `flush()`,
-which belongs to every end but a stop string, also the one by max_tokens.
+which belongs to every end but a stop string, also the one by max_tokens. Reasoning is told apart before stop strings
+are looked for: they end the answer, not the thinking about it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from apu_engine.errors import ConfigError
+from apu_engine.text.reasoning import ReasoningSplit
 from apu_engine.text.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 64
@@ -22,15 +24,28 @@ MAX_STOP_LENGTH = 1024  # characters; this much text may have to be held back
 class TextStream:
     """The text of one answer. `push` each token, then `flush`; the pieces joined are `Tokenizer.decode` of all ids,
     cut before the stop string. With `continuation` the ids go on from another text, whose last word they may end, so a
-    leading space of SentencePiece is kept.
+    leading space of SentencePiece is kept. With `split` the pieces are the content alone; after each call `reasoning`
+    is the reasoning that it made certain.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True, continuation: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+        continuation: bool = False,
+        split: ReasoningSplit | None = None,
     ) -> None:
         self._stop = check_stop(stop)
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._split = split
+        # Some vocabularies type the tags as control tokens, which are not shown otherwise.
+        tags = () if split is None else (split.block.open, split.block.close)
+        self._tags = frozenset(tokenizer.control_tokens.get(tag, -1) for tag in tags)
+        self._pushed = 0
+        self.reasoning = ""
+        self.reasoning_tokens = 0  # tokens of the block, its tags included, so far
         self._drop_space = tokenizer.add_space_prefix and not continuation
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # may become a stop string
@@ -39,20 +54,36 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain; nothing after a stop string."""
-        if self.finished or token_id in self._skipped:
+        self.reasoning = ""
+        if self.finished:
+            return ""
+        self._pushed += 1
+        if token_id in self._skipped and not (self._split and self._split.open and token_id in self._tags):
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._drop_space and data:
             self._drop_space = False
             if data[:1] == b" ":
                 data = data[1:]
-        return self._filter(self._decoder.decode(data))
+        text = self._decoder.decode(data)
+        if self._split is not None:
+            was_open = self._split.open
+            self.reasoning, text = self._split.feed(text)
+            if was_open and self._split.began:
+                self.reasoning_tokens = self._pushed
+        return self._filter(text)
 
     def flush(self) -> str:
         """What is still held: call once, when no token follows. An incomplete character becomes U+FFFD."""
+        self.reasoning = ""
         if self.finished:
             return ""
-        text = self._filter(self._decoder.decode(b"", final=True))
+        text = self._decoder.decode(b"", final=True)
+        if self._split is not None:
+            reasoning, text = self._split.feed(text)
+            more, rest = self._split.flush()
+            self.reasoning, text = reasoning + more, text + rest
+        text = self._filter(text)
         if not self.finished:
             text, self._held = text + self._held, ""
         return text

@@ -25,6 +25,7 @@ from typing import Any
 
 from apu_engine.errors import FormatError
 from apu_engine.text.errors import TemplateError
+from apu_engine.text.formats import find_format
 from apu_engine.text.prompt import Guard, Prompt
 from apu_engine.text.tokenizer import Tokenizer, check_unicode
 
@@ -83,11 +84,14 @@ class ChatTemplate:
     def from_metadata(
         cls, meta: Mapping[str, Any], tokenizer: Tokenizer, source: str, override: str | None = None
     ) -> ChatTemplate:
-        """The template of a GGUF, or `override`; without either DEFAULT_TEMPLATE, which is logged once.
+        """The template of a GGUF, or `override`; without either the prompt format that is known for such a model, else
+        DEFAULT_TEMPLATE, which is logged once.
 
         `source` is the file's name for errors.
         """
         text = override if override is not None else meta.get("tokenizer.chat_template")
+        if text is None or text == "":
+            text = find_format(meta, tokenizer)
         if text is not None and not isinstance(text, str):
             raise FormatError(source, "tokenizer.chat_template", f"expected a string, found {type(text).__name__}")
         is_default = not text
@@ -113,6 +117,12 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the process; a later rendering starts another."""
         self._worker.close()
+
+    def variables(self) -> frozenset[str]:
+        """Names that the template looks up when it is rendered; blocks until it is compiled. Raises TemplateError for a
+        template that does not compile.
+        """
+        return self._worker.variables()
 
     def render(
         self,
@@ -192,6 +202,7 @@ class _Worker:
         self._lock = threading.Lock()
         self._link: _Link | None = None
         self._ready = False
+        self._variables: frozenset[str] = frozenset()
         self._refused: dict[str, Any] | None = None  # why the template does not compile
 
     def start(self) -> None:
@@ -202,14 +213,16 @@ class _Worker:
         with self._lock:
             self._drop()
 
+    def variables(self) -> frozenset[str]:
+        with self._lock:
+            if not self._variables:
+                self._compiled()
+            return self._variables
+
     def render(self, variables: bytes) -> str:
         with self._lock:
-            if self._refused is not None:
-                raise _failure(self._refused)
-            link = self._begin()
+            link = self._compiled()
             try:
-                if not self._ready:
-                    self._compile(link)
                 answer = self._exchange(link, variables, self._limits.seconds)
             except BaseException:
                 self._drop()
@@ -219,6 +232,19 @@ class _Worker:
             if answer["reason"] in ("memory", "security"):
                 self._drop()  # what it holds now is not known
             raise _failure(answer)
+
+    def _compiled(self) -> _Link:
+        """The process, with the template compiled."""
+        if self._refused is not None:
+            raise _failure(self._refused)
+        link = self._begin()
+        if not self._ready:
+            try:
+                self._compile(link)
+            except BaseException:
+                self._drop()
+                raise
+        return link
 
     def _begin(self) -> _Link:
         if self._link is not None and not self._link.alive():
@@ -234,6 +260,7 @@ class _Worker:
         if "error" in answer:
             self._refused = answer
             raise _failure(answer)
+        self._variables = frozenset(map(str, answer["variables"]))
         self._ready = True
 
     def _exchange(self, link: _Link, data: bytes | None, seconds: float) -> dict[str, Any]:

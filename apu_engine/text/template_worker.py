@@ -56,7 +56,7 @@ class _Failure(Exception):
 class _Renderer:
     def __init__(self, source: str, max_output: int) -> None:
         import jinja2
-        from jinja2 import ext, nodes
+        from jinja2 import ext, meta, nodes
         from jinja2.exceptions import SecurityError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -109,6 +109,7 @@ class _Renderer:
             )
 
         self.jinja = jinja2
+        self.tracker: Any = meta.TrackingCodeGenerator
         self.raised = Raised
         self.max_output = max_output
         self.environment = ImmutableSandboxedEnvironment(
@@ -119,6 +120,14 @@ class _Renderer:
         self.environment.globals["raise_exception"] = raise_exception
         self.environment.globals["strftime_now"] = strftime_now
         self.template = self.guarded(lambda: self.environment.from_string(source))
+        self.variables = sorted(self.guarded(lambda: self.looked_up(source)) - self.environment.globals.keys())
+
+    def looked_up(self, source: str) -> set[str]:
+        """Names that the template takes from its variables; as jinja2's meta, but nothing is computed beforehand."""
+        tracker = self.tracker(self.environment)
+        tracker.optimizer = None
+        tracker.visit(self.environment.parse(source))
+        return set(tracker.undeclared_identifiers)
 
     def render(self, variables: dict[str, Any]) -> str:
         def run() -> str:
@@ -196,7 +205,7 @@ def main() -> None:
         _send(failure.answer)
         return
     signal.setitimer(signal.ITIMER_REAL, 0)
-    _send({"ready": True})
+    _send({"ready": True, "variables": renderer.variables})
     while True:
         variables = _receive()
         signal.setitimer(signal.ITIMER_REAL, seconds + 2)

@@ -304,7 +304,7 @@ def test_a_question_whose_answer_failed_leaves_the_conversation(when: str) -> No
                 raise ApuError("refused")
             return self
 
-        def __iter__(self) -> Any:
+        def parts(self) -> Any:
             raise ApuError("failed")
 
     history = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]

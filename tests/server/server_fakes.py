@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,9 +21,11 @@ from aiohttp import web
 from apu_engine.config import EngineConfig
 from apu_engine.engine.engine import Engine, StepCancelled
 from apu_engine.engine.job import ContextLengthError, SamplingParams, TokenEvent
+from apu_engine.engine.llm import ChatPrompt, _check_template_options
 from apu_engine.engine.scheduler import Chunk
 from apu_engine.errors import MappingError
 from apu_engine.server.app import Service, make_runner
+from apu_engine.text.reasoning import Block, ReasoningSplit, thinking_variables
 from apu_engine.text.stream import TextStream
 
 EOS, BOS, MARK = 256, 257, 258
@@ -87,6 +89,8 @@ class ByteTokenizer:
     special_ids = frozenset((EOS, BOS, MARK))
     add_space_prefix = False
 
+    control_tokens: Mapping[str, int] = {}
+
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else f"<{token}>".encode()
 
@@ -108,19 +112,29 @@ class FakeLLM:
         )
         self.render: Callable[[], None] = lambda: None
         self.rendered: dict[str, Any] = {}
+        self.template, self.reads = "", ("enable_thinking",)
+        self.block: Block | None = None
         self.closed = False
 
     def check(self) -> None:
         if self.changed is not None:
             raise self.changed
 
-    def text_stream(self, stop: Sequence[str] = (), continuation: bool = False) -> TextStream:
-        return TextStream(ByteTokenizer(), stop, continuation=continuation)  # type: ignore[arg-type]
+    def text_stream(
+        self, stop: Sequence[str] = (), continuation: bool = False, block: Block | None = None
+    ) -> TextStream:
+        split = ReasoningSplit(block) if block else None
+        return TextStream(ByteTokenizer(), stop, continuation=continuation, split=split)  # type: ignore[arg-type]
 
-    def chat_tokens(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], reasoning_effort: str | None, options: dict[str, Any]
+    ) -> ChatPrompt:
         self.render()
-        self.rendered = options
-        return self.tokenize("".join(f"{m['role']}: {m['content']}\n" for m in messages))
+        _check_template_options(options, frozenset({*self.reads, "enable_thinking"}))
+        variables = thinking_variables(reasoning_effort, self.template, self.reads, options)
+        self.rendered = {**options, **variables}
+        block = None if self.rendered.get("enable_thinking") is False else self.block
+        return ChatPrompt(self.tokenize("".join(f"{m['role']}: {m['content']}\n" for m in messages)), block)
 
     def check_length(self, texts: Iterable[str]) -> None:
         if (length := sum(map(len, texts))) > 100 * self.context:

@@ -40,6 +40,7 @@ async def test_plain(served: Served) -> None:
         "completion_tokens": 13,
         "total_tokens": prompt + 13,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     timings = answer["timings"]
     assert timings["prompt_n"] == prompt and timings["predicted_n"] == 13 and timings["cache_n"] == 0
@@ -251,8 +252,8 @@ async def test_configured_max_tokens() -> None:
 
 async def test_messages(served: Served) -> None:
     said: list[Any] = []
-    chat_tokens = served.llm.chat_tokens
-    served.llm.chat_tokens = lambda messages, **o: (said.append(messages), chat_tokens(messages, **o))[1]  # type: ignore[method-assign]
+    chat_prompt = served.llm.chat_prompt
+    served.llm.chat_prompt = lambda messages, *rest: (said.append(messages), chat_prompt(messages, *rest))[1]  # type: ignore[method-assign]
     echoed = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None}
     messages = [
         {"role": "developer", "content": "a", "name": "n"},

@@ -56,7 +56,14 @@ USER = {"role": "user", "content": "Hi"}
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
+        ({"reasoning_effort": 1}, "reasoning_effort", "invalid_value"),
+        ({"reasoning_effort": "max"}, "reasoning_effort", "invalid_value"),  # a model that thinks or does not
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "reasoning_effort",
+            "invalid_value",
+        ),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "unsupported_field"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "unsupported_field"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),

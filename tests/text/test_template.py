@@ -16,6 +16,7 @@ import pytest
 from awkward import PLAIN, SPECIAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rendering import transformers_render
 from tiny import CONTROL, USER, bpe_metadata
 
 from apu_engine.errors import FormatError
@@ -107,15 +108,6 @@ def own(smollm2: Tokenizer, smollm2_meta: Mapping[str, Any]) -> Iterator[ChatTem
     made = ChatTemplate.from_metadata(smollm2_meta, smollm2, "smollm2.gguf")
     yield made
     made.close()
-
-
-def transformers_render(source: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    from transformers.utils.chat_template_utils import _normalize_chat_messages, render_jinja_template
-
-    rendered, _ = render_jinja_template(
-        [_normalize_chat_messages(messages)], chat_template=source, **{"add_generation_prompt": True, **variables}
-    )
-    return str(rendered[0])
 
 
 @pytest.mark.parametrize("source", [CHATML, BUSY])
