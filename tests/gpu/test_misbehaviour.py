@@ -19,6 +19,7 @@ from hip_double import HipDouble, library
 
 from apu_engine import LLM
 from apu_engine.errors import ApuError, BudgetError, ConfigError
+from apu_engine.memory import strategies
 from apu_engine.memory.verify import anonymous_bytes
 from models import TinyModel
 
@@ -174,6 +175,35 @@ def test_addresses_that_are_not_the_hosts(hip: HipDouble, loads: Loads, way: str
     """Nor adjoin; between guard pages, so that nothing beside the registered pages is read."""
     hip.set(scattered=1, moved=1, refuse=",".join(other for other in ALL.split(",") if other != way))
     loads.in_place(way)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Models are registered and staged so many bytes at a time, as those of many GiB are."""
+    monkeypatch.setattr(strategies.registered, "__defaults__", (1 << 16,))
+    monkeypatch.setattr(strategies, "STAGED_BYTES", 1 << 16)
+    return 1 << 16
+
+
+@pytest.mark.parametrize("way", ALL.split(","))
+def test_many_parts(hip: HipDouble, loads: Loads, small_parts: int, way: str) -> None:
+    """Their addresses follow from nothing; pages that two of them need are mapped twice."""
+    hip.set(scattered=1, stale="refused")
+    with loads.running(memory="registered", memory_way=way) as llm:
+        weights = llm.runtime.weights
+        assert len(weights.placed) > loads.size // small_parts and len(weights.mappings) > 1
+        assert hip.live()["registrations"] == (len(weights.placed) if way in ("lock", "register") else 0)
+
+
+@pytest.mark.parametrize("way", ALL.split(","))
+def test_a_limit_is_met_half_way(hip: HipDouble, loads: Loads, small_parts: int, way: str) -> None:
+    """What was registered by then is given back before the copy is made."""
+    hip.set(kfd_limit=loads.size // 2, refuse=",".join(other for other in ALL.split(",") if other != way))
+    with loads.running() as llm:
+        assert llm.runtime.weights.strategy == "staged" and len(llm.runtime.weights.placed) > loads.size // small_parts
+        assert hip.live()["range_bytes"] == 0
+    hip.set(kfd_limit=loads.size // 2)
+    loads.fails(ApuError, "hipErrorInvalidValue|HSA_STATUS_ERROR", memory="registered", memory_way=way)
 
 
 def test_unregistering_that_does_nothing(hip: HipDouble, loads: Loads) -> None:
