@@ -99,6 +99,7 @@ def _strategies(memory: str, kind: str) -> tuple[str, ...]:
 
 def _facts(model: ModelFile) -> dict[str, Any]:
     from apu_engine import arch
+    from apu_engine.text.formats import ARCHITECTURES
 
     info = arch.describe(model)
     types: Counter[str] = Counter()
@@ -117,6 +118,7 @@ def _facts(model: ModelFile) -> dict[str, Any]:
         "weight_bytes": info.weight_bytes,
         "types": dict(types.most_common()),
         "chat_template": bool(model.metadata.get("tokenizer.chat_template")),
+        "built_in_format": info.architecture in ARCHITECTURES,
     }
 
 
@@ -133,7 +135,7 @@ def _model_lines(model: ModelFile) -> list[str]:
         ("weights", f"{format_size(facts['weight_bytes'])} ({types})"),
         ("vocabulary", str(facts["vocabulary"])),
         ("context", f"{facts['context_trained']} tokens trained"),
-        ("chat template", "yes" if facts["chat_template"] else "no"),
+        ("chat template", "yes" if facts["chat_template"] else "built in" if facts["built_in_format"] else "no"),
     ]
     return [f"{name:<14}{_one_line(value)}" for name, value in rows if value]
 

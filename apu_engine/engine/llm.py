@@ -401,7 +401,7 @@ class LLM:
         refuses the messages, ModelError without a tokenizer.
         """
         from apu_engine.text.prompt import encode_prompt
-        from apu_engine.text.reasoning import SWITCHES, find_block, thinking_variables
+        from apu_engine.text.reasoning import SWITCHES, find_block
 
         template = self.runtime.template
         if isinstance(messages, str):
@@ -414,10 +414,9 @@ class LLM:
         effort = reasoning_effort
         if effort is None and not options.keys() & {*SWITCHES, "reasoning_effort"}:
             effort = self.config.reasoning_effort
-        if options or effort is not None:
-            reads = template.variables()
-            _check_template_options(options, reads)
-            options |= thinking_variables(effort, template.source, reads, options)
+        if options:
+            _check_template_options(options, template.variables())
+        options |= template.effort_variables(effort, options)
         prompt = template.render(messages, **options)
         block = find_block(prompt, template.source, self.tokenizer.control_tokens)
         return ChatPrompt(encode_prompt(self.tokenizer, prompt), block)

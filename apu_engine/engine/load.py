@@ -7,6 +7,7 @@ mapped yet: the footprint check takes its baseline there. `Runtime.close` undoes
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -179,6 +180,7 @@ def _load(
         template = make_template(model, tokenizer, override)
         opened.append(template)
         template.start()
+        _check_effort(template, config.reasoning_effort)
     stages.end("tokenizer")
 
     from apu_engine import arch
@@ -358,6 +360,14 @@ def _template_file(config: EngineConfig) -> str | None:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     raise ConfigError(f"chat_template: {config.chat_template}: {problem}", "chat_template")
+
+
+def _check_effort(template: ChatTemplate, effort: str | None) -> None:
+    """Refuses a `reasoning_effort` that no chat could have. A broken template is told at the first chat."""
+    from apu_engine.text.errors import TemplateError
+
+    with contextlib.suppress(TemplateError):
+        template.effort_variables(effort)
 
 
 def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:

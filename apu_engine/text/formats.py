@@ -8,9 +8,10 @@ names for how much: https://api-docs.deepseek.com/guides/thinking_mode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from apu_engine.text.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from apu_engine.text.tokenizer import Tokenizer
 
 # What DeepSeek V4 is told for the highest effort, in front of everything else.
 _MAX_EFFORT = """\
@@ -88,6 +89,8 @@ DEEPSEEK_V4 = (
 _FORMATS = {
     "deepseek4": (DEEPSEEK_V4, ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")),  # noqa: RUF001
 }
+
+ARCHITECTURES = frozenset(_FORMATS)
 
 
 def find_format(meta: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:

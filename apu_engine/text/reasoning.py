@@ -144,7 +144,7 @@ def thinking_variables(
     if switches and "none" not in levels:
         levels.insert(0, "none")
     if not levels:
-        raise refuse("this model's chat template has no thinking modes; leave the field out")
+        raise refuse("this model's chat template has no thinking modes; leave it out")
     if effort not in levels:
         raise refuse(f"this model's chat template has no mode for {effort!r}; expected one of {', '.join(levels)}")
     found: dict[str, Any] = dict.fromkeys(switches, effort != "none")

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from apu_engine.errors import FormatError
 from apu_engine.text.errors import TemplateError
 from apu_engine.text.formats import find_format
 from apu_engine.text.prompt import Guard, Prompt
+from apu_engine.text.reasoning import thinking_variables
 from apu_engine.text.tokenizer import Tokenizer, check_unicode
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,12 @@ class ChatTemplate:
         template that does not compile.
         """
         return self._worker.variables()
+
+    def effort_variables(self, effort: str | None, given: Collection[str] = ()) -> dict[str, Any]:
+        """The variables that stand for a `reasoning_effort`, see `reasoning.thinking_variables`. Raises ConfigError for
+        one that this template cannot do.
+        """
+        return {} if effort is None else thinking_variables(effort, self.source, self.variables(), given)
 
     def render(
         self,

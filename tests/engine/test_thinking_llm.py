@@ -11,8 +11,10 @@ import pytest
 
 from apu_engine import LLM, ConfigError
 from apu_engine.cli.chat import Session
+from apu_engine.config import EngineConfig
 from apu_engine.engine.job import Done, Job, SamplingParams, Timings, TokenEvent
 from apu_engine.engine.llm import Completion, Generation
+from apu_engine.engine.load import Runtime
 from apu_engine.text.reasoning import Block, ReasoningSplit
 from apu_engine.text.stream import TextStream
 from models import TinyModel
@@ -74,8 +76,18 @@ def test_the_option_is_the_default(tiny_llama: TinyModel, template_file: Path) -
         off, on = llm.chat_prompt("hello"), llm.chat_prompt("hello", "high")
         assert off.block is None and on.block is not None
         assert llm.chat_prompt("hello", template_options={"enable_thinking": True}) == on
-        with pytest.raises(ConfigError, match="reasoning_effort"):
-            LLM(tiny_llama.path, reasoning_effort="huge")
+    with pytest.raises(ConfigError, match="reasoning_effort"):
+        LLM(tiny_llama.path, reasoning_effort="huge")
+
+
+def test_an_option_that_no_chat_could_have_ends_loading(tiny_llama: TinyModel, template_file: Path) -> None:
+    config = EngineConfig(
+        model=str(tiny_llama.path), ctx=64, chat_template=str(template_file), reasoning_effort="max", threads=1
+    )
+    with pytest.raises(ConfigError, match=r"reasoning_effort: .*no mode for 'max'"):
+        LLM.from_config(config, for_chat=True)
+    with LLM.from_config(config) as llm:  # on token ids it runs
+        assert llm.generate([5], 2, ignore_eos=True).tokens
 
 
 # ---- an answer that ends its block, from an engine that says what it is told to
@@ -152,3 +164,16 @@ def test_a_terminal_shows_reasoning_apart(capsys: pytest.CaptureFixture[str]) ->
 def test_a_completion_without_reasoning_says_so() -> None:
     plain = Completion("x", [1], "stop", TIMINGS, 1)
     assert (plain.reasoning, plain.reasoning_tokens) == ("", 0)
+
+
+def test_a_built_in_format_counts_as_a_template() -> None:
+    names = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")  # noqa: RUF001
+    tokenizer = SimpleNamespace(bos_id=0, eos_id=1, control_tokens=dict.fromkeys(names, 5))
+
+    def has(architecture: str, tokenizer: Any, override: str | None = None, **meta: str) -> bool:
+        model = SimpleNamespace(metadata={"general.architecture": architecture, **meta})
+        runtime: Any = SimpleNamespace(template_override=override, model=model, tokenizer=tokenizer)
+        return bool(Runtime.has_template.fget(runtime))  # type: ignore[attr-defined]
+
+    assert has("deepseek4", tokenizer) and not has("deepseek4", None) and not has("llama", tokenizer)
+    assert has("llama", None, "given") and has("llama", tokenizer, **{"tokenizer.chat_template": "own"})
