@@ -1,6 +1,6 @@
 """Tiny models of random weights, written as GGUF files that any part of the engine can load.
 
-`tiny_llama_gguf(path)`, `tiny_gemma3_gguf` and `tiny_qwen3_gguf` need neither torch nor transformers. Weights are drawn
+`tiny_llama_gguf(path)`, `tiny_gemma3_gguf`, `tiny_qwen3_gguf` and `tiny_deepseek2_gguf` need neither torch nor transformers. Weights are drawn
 so that the logits are of ordinary size; matrices are float32 or any type that the gguf package can quantise. The
 tokenizers are complete: a byte-level BPE vocabulary with ChatML for llama and qwen3, an SPM vocabulary with byte
 fallback for gemma3.
@@ -215,6 +215,108 @@ def tiny_qwen3_gguf(
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "experts": experts, "used": used}
     return write(TinyModel(path, arch, shape, keys, tensors), quant)
+
+
+def tiny_deepseek2_gguf(
+    path: Path,
+    *,
+    q_rank: int = 24,
+    joined: bool = False,
+    sigmoid: bool = False,
+    groups: int = 0,
+    groups_used: int = 0,
+    experts: int = 8,
+    used: int = 3,
+    shared: int = 2,
+    dense: int = 1,
+    layers: int = 3,
+    D: int = 64,
+    H: int = 4,
+    rank: int = 48,
+    nope: int = 24,
+    rope: int = 16,
+    value: int = 20,
+    F: int = 96,
+    Fe: int = 32,
+    V: int = 320,
+    context: int = 512,
+    eps: float = 1e-6,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """DeepSeek V2 (`q_rank` 0: V2-Lite), or V3's router where `sigmoid`; `joined`: attn_kv_b in one piece, and keys as
+    older files have them. Layers below `dense` have no experts.
+    """
+    rng = np.random.default_rng(seed)
+    tensors = _trunk(rng, V, D, False)
+    key = nope + rope
+    for layer in range(layers):
+        matrices = {"attn_kv_a_mqa": (rank + rope, D), "attn_output": (D, H * value)}
+        norms = {"attn_norm": D, "attn_kv_a_norm": rank, "ffn_norm": D}
+        if q_rank:
+            matrices |= {"attn_q_a": (q_rank, D), "attn_q_b": (H * key, q_rank)}
+            norms["attn_q_a_norm"] = q_rank
+        else:
+            matrices["attn_q"] = (H * key, D)
+        if layer < dense:
+            matrices |= {"ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}
+        else:
+            Fs = Fe * shared
+            matrices |= {"ffn_gate_exps": (experts, Fe, D), "ffn_up_exps": (experts, Fe, D)}
+            matrices |= {"ffn_down_exps": (experts, D, Fe)}
+            if shared:
+                matrices |= {"ffn_gate_shexp": (Fs, D), "ffn_up_shexp": (Fs, D), "ffn_down_shexp": (D, Fs)}
+        block = {f"{name}.weight": _normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
+        block |= {f"{name}.weight": 1.0 + _normal(rng, (size,), 0.1) for name, size in norms.items()}
+        if layer >= dense:
+            block["ffn_gate_inp.weight"] = _normal(rng, (experts, D), 2 * D**-0.5)
+            if sigmoid:
+                block["exp_probs_b.bias"] = _normal(rng, (experts,), 0.2)
+        keys, values = (_normal(rng, (H, size, rank), rank**-0.5) for size in (nope, value))
+        if joined:
+            block["attn_kv_b.weight"] = np.concatenate([keys, values], 1).reshape(-1, rank)
+        else:
+            block["attn_k_b.weight"] = np.ascontiguousarray(keys.transpose(0, 2, 1))
+            block["attn_v_b.weight"] = values
+        tensors |= {f"blk.{layer}.{name}": values for name, values in block.items()}
+    sizes: dict[str, Any] = {
+        "block_count": layers,
+        "context_length": context,
+        "embedding_length": D,
+        "feed_forward_length": F,
+        "leading_dense_block_count": dense,
+        "attention.head_count": H,
+        "attention.layer_norm_rms_epsilon": eps,
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rope,
+        "rope.freq_base": 10000.0,
+        "vocab_size": V,
+        "expert_count": experts,
+        "expert_used_count": used,
+        "expert_shared_count": shared,
+        "expert_feed_forward_length": Fe,
+        "expert_weights_scale": 2.5,
+        "expert_weights_norm": sigmoid,
+        "expert_gating_func": 2 if sigmoid else 1,
+    }
+    if q_rank:
+        sizes["attention.q_lora_rank"] = q_rank
+    if groups:
+        sizes |= {"expert_group_count": groups, "expert_group_used_count": groups_used}
+    if joined:
+        sizes |= {"attention.head_count_kv": H, "attention.key_length": key, "attention.value_length": value}
+    else:
+        sizes |= {"attention.head_count_kv": 1, "attention.key_length": rank + rope, "attention.value_length": rank}
+        sizes |= {"attention.key_length_mla": key, "attention.value_length_mla": value}
+    full = {"general.name": "tiny deepseek2"} | {f"deepseek2.{name}": size for name, size in sizes.items()}
+    full |= bpe_tokenizer(V) if tokenizer else {}
+    full |= metadata or {}
+    shape = {"layers": layers, "D": D, "H": H, "rank": rank, "nope": nope, "rope": rope, "value": value, "V": V}
+    shape |= {"q_rank": q_rank, "F": F, "Fe": Fe, "experts": experts, "used": used, "shared": shared, "dense": dense}
+    shape |= {"groups": groups, "groups_used": groups_used, "sigmoid": sigmoid, "context": context, "eps": eps}
+    return write(TinyModel(path, "deepseek2", shape, full, tensors), quant)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:

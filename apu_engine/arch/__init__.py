@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from apu_engine._native import Device, Region, lib
-from apu_engine.arch import gemma3, llama, qwen3, qwen3moe
+from apu_engine.arch import deepseek2, gemma3, llama, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
@@ -22,7 +22,13 @@ from apu_engine.plan.weights import Binder
 from apu_engine.weights.ggml_types import GGML_TYPES
 from apu_engine.weights.model_file import ModelFile, TensorRef
 
-ARCHITECTURES: dict[str, ModuleType] = {"llama": llama, "gemma3": gemma3, "qwen3": qwen3, "qwen3moe": qwen3moe}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "llama": llama,
+    "gemma3": gemma3,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+    "deepseek2": deepseek2,
+}
 MAX_ROWS = 65536  # of one step, the native limit
 KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16, "q8_0": lib.APU_Q8_0}
 
@@ -168,7 +174,8 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     for layer in blocks.layers():
         group = windows.index(config.windows[layer])
         pages = page_count(options, config.windows[layer])
-        blocks.caches.append(builder.kv_cache(group, config.windows[layer], pages, dtype))
+        cache = builder.latent_cache if config.latent else builder.kv_cache
+        blocks.caches.append(cache(group, config.windows[layer], pages, dtype))
     module.build(blocks)
     return builder.finish()
 

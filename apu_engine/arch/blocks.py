@@ -54,7 +54,7 @@ class Blocks:
     """`b.matrix("attn_q", "H*d D")` binds `blk.<layer>.attn_q.weight`; outside the layers names have no
     prefix.
 
-    `caches` has K and V of each layer. Raises FormatError naming the tensor that is missing or mis-shaped,
+    `caches` has K and V of each layer, or its latent rows. Raises FormatError naming the tensor that is missing or mis-shaped,
     ModelError naming those whose type has no kernel.
     """
 
@@ -62,7 +62,7 @@ class Blocks:
         self.model = model
         self.config = config
         self.builder = builder
-        self.caches: list[tuple[State, State]] = []
+        self.caches: list[tuple[State, ...]] = []
 
     def layers(self) -> Iterator[int]:
         """Layer numbers; what is emitted meanwhile belongs to that layer."""
@@ -97,15 +97,17 @@ class Blocks:
         return f"blk.{layer}.{name}" if layer >= 0 else name
 
     def _bind(self, name: str, letters: str, types: frozenset[int]) -> Tensor:
+        return self.builder.weight(self._checked(name, self.builder.shape(letters), letters, types), letters)
+
+    def _checked(self, name: str, shape: tuple[int, ...], letters: str, types: frozenset[int]) -> TensorRef:
         ref = self.model.tensors.get(self._full(name))
-        shape = self.builder.shape(letters)
         if ref is None:
             raise self._fail(self._full(name), f"is missing; expected shape ({letters}) = {shape}")
         if ref.shape != shape:
             raise self._fail(ref.name, f"expected shape ({letters}) = {shape}, found {ref.shape}")
         if ref.dtype not in types:
             raise self._unsupported(ref, types)
-        return self.builder.weight(ref, letters)
+        return ref
 
     def _fail(self, tensor: str, problem: str) -> FormatError:
         return self.model.fail(f'tensor "{tensor}"', problem)
@@ -158,9 +160,50 @@ class Blocks:
         finally:
             self.builder.layer = layer
 
-    def attention_output(self, attended: Tensor, residual: Tensor | None) -> Tensor:
+    def latent_attention(self, x: Tensor, layer: int) -> Tensor:
+        """Latent attention of one layer in its absorbed form (arXiv 2405.04434): (T, D) -> (T, H*dv).
+
+        A head's key matrix goes to the query and its value matrix to the result, so that attention runs over the rows
+        of the cache as they are. Files have these matrices as attn_k_b and attn_v_b, or joined in attn_kv_b, where a
+        head's dn rows of keys come before its dv rows of values.
+        """
+        c, b = self.config, self.builder
+        assert c.latent is not None
+        name, rows = ("attn_q_a", "Rq") if c.latent.q_rank else ("attn_q", "H*dq")
+        q, latent = b.matmul(
+            ("q", "latent"),
+            x,
+            [self.matrix(name, f"{rows} D"), self.matrix("attn_kv_a_mqa", "d D")],
+            norm=self.vector("attn_norm"),
+            eps=c.eps,
+        )
+        if c.latent.q_rank:
+            matrix, norm = self.matrix("attn_q_b", "H*dq Rq"), self.vector("attn_q_a_norm", "Rq")
+            (q,) = b.matmul(("q_heads",), q, [matrix], norm=norm, eps=c.eps)
+        cache = self.caches[layer]
+        b.latent_store(q, latent, c.ropes[layer], cache, norm=self.vector("attn_kv_a_norm", "Rk"), eps=c.eps)
+        joined = not self.has("attn_k_b.weight") and self.has("attn_kv_b.weight")
+        if joined:
+            keys, values = self._joined("attn_k_b", "H dn Rk", 0), self._joined("attn_v_b", "H dv Rk", c.latent.nope)
+        else:
+            keys, values = self.matrix("attn_k_b", "H Rk dn"), self.matrix("attn_v_b", "H dv Rk")
+        absorbed = b.head_matmul("q_absorbed", q, keys, "T H*d", across=joined)
+        attended = b.latent_attention(absorbed, cache, c.attention_scale)
+        return b.head_matmul("attention_heads", attended, values, "T H*dv")
+
+    def _joined(self, name: str, letters: str, first: int) -> Tensor:
+        """A part of each head's rows in attn_kv_b, from row `first` of the head, under the name it has alone."""
+        c = self.config
+        assert c.latent is not None
+        each = c.latent.nope + c.latent.value
+        ref = self._checked("attn_kv_b.weight", (c.H * each, c.latent.rank), f"H*{each} Rk", MATRIX_TYPES)
+        count = self.builder.shape(letters)[1]
+        ranges = [(head * each + first, count) for head in range(c.H)]
+        return self.builder.weight_rows(ref, self._full(f"{name}.weight"), letters, ranges)
+
+    def attention_output(self, attended: Tensor, residual: Tensor | None, letters: str = "D H*d") -> Tensor:
         """(T, H*d) -> (T, D), added to `residual` in place when there is one."""
-        return self._project("attn_output", attended, "D H*d", residual)
+        return self._project("attn_output", attended, letters, residual)
 
     def feed_forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Norm and gated feed-forward: (T, D) -> (T, D), added to `residual` in place when there is one."""
@@ -190,11 +233,20 @@ class Blocks:
             score=c.experts.score,
             normalise=c.experts.normalise,
             scale=c.experts.scale,
+            bias=self.bias("exp_probs_b", "E"),
+            groups=c.experts.groups,
+            groups_used=c.experts.groups_used,
+            group_score="sum2" if c.experts.score == "sigmoid" else "max",
         )
         gate, up = self.matrix("ffn_gate_exps", "E Fe D"), self.matrix("ffn_up_exps", "E Fe D")
         hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps)
         down = self.matrix("ffn_down_exps", "E D Fe")
-        return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
+        if not c.experts.shared:
+            return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
+        gate, up = self.matrix("ffn_gate_shexp", "Fs D"), self.matrix("ffn_up_shexp", "Fs D")
+        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps)
+        x = b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
+        return self._project("ffn_down_shexp", shared, "D Fs", residual=x)
 
     def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:
         biases: Sequence[Tensor | None] = (self.bias(name, "D"),)

@@ -19,6 +19,7 @@ MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20  # of any dimension but the vocabulary
 MAX_HEADS = 4096
 MAX_HEAD_SIZE = 1024
+MAX_LATENT = 4096
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 27
 MAX_EXPERTS = 1 << 16
@@ -29,7 +30,8 @@ SCORES = {1: "softmax", 2: "sigmoid"}  # expert_gating_func
 class Experts:
     """A mixture: `used` of `count` experts of width `F` for each row.
 
-    Weights are the router's scores, divided by their sum over the used ones where `normalise`, times `scale`.
+    Weights are the router's scores, divided by their sum over the used ones where `normalise`, times `scale`. A row
+    chooses within `groups_used` of `groups` parts of the experts, 0 for no parts. `shared` experts serve every row.
     """
 
     count: int
@@ -38,6 +40,24 @@ class Experts:
     score: str = "softmax"
     normalise: bool = True
     scale: float = 1.0
+    shared: int = 0
+    groups: int = 0
+    groups_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention: a token's row has `rank` elements and `rope` rotated ones, for all heads.
+
+    A head's query has `nope` elements that meet the latent by its own matrix, and `rope`; its value has `value`.
+    Queries come through a latent of `q_rank`, 0 for a single matrix.
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    q_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +82,20 @@ class Config:
     embedding_scale: float = 1.0
     activation: str = "silu"
     experts: Experts | None = None
+    dense_layers: int = 0  # that lead a mixture and have no experts
+    latent: Latent | None = None  # K is then 1 and d the row's elements
 
     @property
     def dims(self) -> dict[str, int]:
-        """The shape letters; r is the number of rotated pairs; E, k and Fe are there where experts are."""
+        """The shape letters; r is the number of rotated pairs; E, k and Fe are there where experts are, Fs is the width
+        of the shared ones together. Of latent attention: Rk and Rq the ranks, dn, dr, dv a head's parts, dq = dn + dr.
+        """
         r = self.ropes[0].dims // 2
         dims = {"D": self.D, "H": self.H, "K": self.K, "d": self.d, "F": self.F, "V": self.V, "r": r}
         if e := self.experts:
-            dims |= {"E": e.count, "k": e.used, "Fe": e.F}
+            dims |= {"E": e.count, "k": e.used, "Fe": e.F, "Fs": e.F * e.shared}
+        if a := self.latent:
+            dims |= {"Rk": a.rank, "Rq": a.q_rank, "dn": a.nope, "dr": a.rope, "dv": a.value, "dq": a.nope + a.rope}
         return dims
 
 
@@ -115,10 +141,12 @@ def read_common(
     rope_style: int,
     rope_base: float = 10000.0,
     mixture: bool = False,
+    latent: bool = False,
 ) -> tuple[Keys, dict[str, Any]]:
     """(keys, the Config fields that all architectures share).
 
     `head_size` is the default where the file has none. A `mixture` has experts in every layer, others have none.
+    `latent` is for latent attention, whose mixtures have shared experts, groups and dense layers too.
     """
     keys = Keys(model)
     layers = keys.integer("block_count", 1, MAX_LAYERS)
@@ -126,22 +154,10 @@ def read_common(
         raise keys.fail("block_count", f"is {layers}, but the file has tensors of blk.{layers}; one of them is wrong")
     D = keys.integer("embedding_length", 1, MAX_WIDTH)
     H = keys.uniform("attention.head_count", layers, 1, MAX_HEADS)
-    K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)
-    if H % K:
-        raise keys.fail("attention.head_count_kv", f"{K} does not divide the head count {H}")
-    if head_size is None and not keys.has("attention.key_length") and D % H:
-        raise keys.fail(
-            "attention.head_count",
-            f"{H} heads do not divide embedding_length {D}, and no key_length is given",
-        )
-    d = keys.integer("attention.key_length", 1, MAX_HEAD_SIZE, default=head_size or D // H)
-    if not 1 <= d <= MAX_HEAD_SIZE:
-        raise keys.fail("attention.head_count", f"a head of {d} values; expected 1 to {MAX_HEAD_SIZE}")
-    value = keys.integer("attention.value_length", 1, MAX_HEAD_SIZE, default=d)
-    if value != d:
-        raise keys.fail("attention.value_length", f"expected {d}, the key length, found {value}: not supported")
-    rope = read_rope(keys, d, rope_style, rope_base)
-    experts = read_experts(keys) if mixture else None
+    rows = read_latent(keys, layers, H) if latent else None
+    K, d = (1, rows.rank + rows.rope) if rows else _kv_heads(keys, layers, D, H, head_size)
+    rope = read_rope(keys, rows.rope if rows else d, rope_style, rope_base)
+    experts = read_experts(keys, latent) if mixture else None
     F: dict[str, Any] = {"default": experts.F} if experts else {}  # of dense layers, which a mixture may not have
     fields: dict[str, Any] = {
         "layers": layers,
@@ -159,6 +175,7 @@ def read_common(
         "attention_scale": keys.number("attention.scale", 1e-6, 1e3, default=d**-0.5),
         "activation": activation,
         "experts": experts,
+        "latent": rows,
     }
     if not model.get_bool(keys.name("attention.causal"), default=True):
         raise keys.fail("attention.causal", "expected true: encoders are not supported")
@@ -167,23 +184,88 @@ def read_common(
     return keys, fields
 
 
-def read_experts(keys: Keys) -> Experts:
-    """The mixture that the file describes; weights are divided by their sum unless it says otherwise."""
+def _kv_heads(keys: Keys, layers: int, D: int, H: int, head_size: int | None) -> tuple[int, int]:
+    """(K, d)"""
+    K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)
+    if H % K:
+        raise keys.fail("attention.head_count_kv", f"{K} does not divide the head count {H}")
+    if head_size is None and not keys.has("attention.key_length") and D % H:
+        raise keys.fail(
+            "attention.head_count",
+            f"{H} heads do not divide embedding_length {D}, and no key_length is given",
+        )
+    d = keys.integer("attention.key_length", 1, MAX_HEAD_SIZE, default=head_size or D // H)
+    if not 1 <= d <= MAX_HEAD_SIZE:
+        raise keys.fail("attention.head_count", f"a head of {d} values; expected 1 to {MAX_HEAD_SIZE}")
+    value = keys.integer("attention.value_length", 1, MAX_HEAD_SIZE, default=d)
+    if value != d:
+        raise keys.fail("attention.value_length", f"expected {d}, the key length, found {value}: not supported")
+    return K, d
+
+
+def read_latent(keys: Keys, layers: int, H: int) -> Latent:
+    """Sizes of latent attention.
+
+    Newer files describe it as one head of the row's elements and give the heads' own sizes as *_mla; older files, which
+    have attn_kv_b whole, describe the heads.
+    """
+    rank = keys.integer("attention.kv_lora_rank", 1, MAX_LATENT)
+    rope = keys.integer("rope.dimension_count", 2, MAX_HEAD_SIZE)
+    row = rank + rope
+    newer = keys.has("attention.key_length_mla")
+    suffix = "_mla" if newer else ""
+    key = keys.integer(f"attention.key_length{suffix}", rope + 1, MAX_HEAD_SIZE)
+    value = keys.integer(f"attention.value_length{suffix}", 1, MAX_HEAD_SIZE)
+    if newer and keys.integer("attention.key_length", 1, 2 * MAX_LATENT, default=row) != row:
+        raise keys.fail("attention.key_length", f"expected {row}, kv_lora_rank {rank} and {rope} rotated elements")
+    heads = keys.uniform("attention.head_count_kv", layers, 1, H, default=1)
+    if heads not in (1, H):
+        raise keys.fail("attention.head_count_kv", f"expected 1 or {H}, the head count, found {heads}")
+    q_rank = keys.integer("attention.q_lora_rank", 0, MAX_WIDTH, default=0)
+    return Latent(rank, rope, key - rope, value, q_rank)
+
+
+def read_experts(keys: Keys, grouped: bool = False) -> Experts:
+    """The mixture that the file describes; weights are divided by their sum unless it says otherwise.
+
+    `grouped` ones may have groups, shared experts and dense layers, and do not divide unless the file says so.
+    """
     count = keys.integer("expert_count", 1, MAX_EXPERTS)
     score = keys.integer("expert_gating_func", 0, 1 << 16, default=1)
     if score not in SCORES:
         raise keys.fail("expert_gating_func", f"expected 1 (softmax) or 2 (sigmoid), found {score}: not supported")
-    for key in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
-        if keys.integer(key, 0, 1 << 16, default=0):
-            raise keys.fail(key, "expected 0: not supported for this architecture")
+    if not grouped:
+        for key in ("expert_shared_count", "expert_group_count", "leading_dense_block_count"):
+            if keys.integer(key, 0, 1 << 16, default=0):
+                raise keys.fail(key, "expected 0: not supported for this architecture")
+    used = keys.integer("expert_used_count", 1, count)
+    groups, groups_used = _expert_groups(keys, count, used, score) if grouped else (0, 0)
     return Experts(
         count,
-        used=keys.integer("expert_used_count", 1, count),
+        used,
         F=keys.integer("expert_feed_forward_length", 1, MAX_WIDTH),
         score=SCORES[score],
-        normalise=keys.model.get_bool(keys.name("expert_weights_norm"), default=True),
+        normalise=keys.model.get_bool(keys.name("expert_weights_norm"), default=not grouped),
         scale=keys.number("expert_weights_scale", 0.0, 1e6, default=0.0) or 1.0,  # 0 is written for "none"
+        shared=keys.integer("expert_shared_count", 0, MAX_EXPERTS, default=0) if grouped else 0,
+        groups=groups,
+        groups_used=groups_used,
     )
+
+
+def _expert_groups(keys: Keys, count: int, used: int, score: int) -> tuple[int, int]:
+    """(groups, those that a row chooses within); (0, 0) where they limit nothing."""
+    groups = keys.integer("expert_group_count", 0, count, default=0)
+    if groups <= 1:
+        return 0, 0
+    if count % groups or (SCORES[score] == "sigmoid" and count < 2 * groups):
+        raise keys.fail("expert_group_count", f"{groups} groups do not part expert_count {count} evenly")
+    chosen = keys.integer("expert_group_used_count", 1, groups)
+    if used > count // groups * chosen:
+        raise keys.fail(
+            "expert_group_used_count", f"{chosen} groups of {count // groups} hold less than expert_used_count {used}"
+        )
+    return (groups, chosen) if chosen < groups else (0, 0)
 
 
 def _vocabulary(keys: Keys) -> int:

@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, int] = {
     "gelu_erf": lib.APU_ACT_GELU_ERF,
 }
 SCORES: dict[str, int] = {"softmax": lib.APU_SCORE_SOFTMAX, "sigmoid": lib.APU_SCORE_SIGMOID}
+GROUP_SCORES: dict[str, int] = {"max": lib.APU_GROUP_MAX, "sum2": lib.APU_GROUP_SUM2}
 PRECISIONS: dict[str, int] = {  # of the layers' matrices; "fine" gives the output head two terms
     "default": lib.APU_PRECISION_DEFAULT,
     "fine": lib.APU_PRECISION_DEFAULT,
@@ -85,6 +86,22 @@ class PlanBuilder:
             self._weights[ref.name] = found
         return found
 
+    def weight_rows(self, ref: TensorRef, name: str, letters: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Rows (first, count) of `ref`, one range after the other, as a weight of their own over the same bytes."""
+        parts: list[Segment] = []
+        row = 0
+        given = self._binder.segments(ref)
+        for first, count in ranges:
+            for s in given:
+                begin, end = max(first, s.row_begin), min(first + count, s.row_begin + s.row_count)
+                if begin >= end:
+                    continue
+                after = (s.row_begin + s.row_count - end) * s.row_stride
+                address = s.address + (begin - s.row_begin) * s.row_stride
+                parts.append(Segment(address, row, end - begin, s.row_stride, s.padding + after))
+                row += end - begin
+        return self._add(name, letters, self.shape(letters), ref.dtype, lib.APU_ROWS_FIXED, tuple(parts))
+
     def scratch(self, name: str, letters: str, dtype: int = lib.APU_F32) -> Tensor:
         """A scratch tensor, float32 or int32; a leading T or O makes its rows those of the step."""
         rows = {"T": lib.APU_ROWS_STEP, "O": lib.APU_ROWS_OUTPUT}.get(letters.split()[0], lib.APU_ROWS_FIXED)
@@ -110,6 +127,10 @@ class PlanBuilder:
             self._add_state("cache_k", group, window, page_count, dtype),
             self._add_state("cache_v", group, window, page_count, dtype),
         )
+
+    def latent_cache(self, group: int, window: int, page_count: int, dtype: int) -> tuple[State]:
+        """The latent rows of the current layer, (pages, 128, d): keys and values of all heads; K is 1."""
+        return (self._add_state("cache_latent", group, window, page_count, dtype),)
 
     def _add_state(self, name: str, group: int, window: int, page_count: int, dtype: int) -> State:
         state = State(
@@ -239,19 +260,27 @@ class PlanBuilder:
         score: str = "softmax",
         normalise: bool = True,
         scale: float = 1.0,
+        bias: Tensor | None = None,
+        groups: int = 0,
+        groups_used: int = 0,
+        group_score: str = "max",
     ) -> tuple[Tensor, Tensor]:
         """(T, D) by (E, D) -> the k best experts' ids (T, k), ascending, and weights (T, k).
 
-        Weights are scores of norm(x) router^T, divided by their sum over the k where `normalise`, times `scale`.
+        Weights are scores of norm(x) router^T, divided by their sum over the k where `normalise`, times `scale`. The
+        choice alone goes by score + `bias` (E), within the best `groups_used` of `groups` equal parts of the experts;
+        a part's score is its largest ("max") or its two largest added ("sum2").
         """
         self._expect(router, f"E {x.letters.split()[1]}")
+        if bias is not None:
+            self._expect(bias, "E")
         ids, weights = self.scratch("expert_ids", "T k", lib.APU_I32), self.scratch("expert_weights", "T k")
         self._op(
             lib.APU_OP_ROUTE,
             inputs=(x,),
             outputs=(ids, weights),
-            weights=(norm, router),
-            ints=(SCORES[score], int(normalise)),
+            weights=(norm, router, bias),
+            ints=(SCORES[score], int(normalise), groups, groups_used, GROUP_SCORES[group_score]),
             floats=(eps, scale, SMALLEST_SUM),
         )
         return ids, weights
@@ -313,7 +342,7 @@ class PlanBuilder:
         k: Tensor,
         v: Tensor,
         rope: Rope,
-        cache: tuple[State, State],
+        cache: tuple[State, ...],
         *,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
@@ -330,18 +359,51 @@ class PlanBuilder:
             weights=(q_norm, k_norm, factors),
             states=cache,
             ints=(rope.dims, rope.style, rope.original_context),
-            floats=(
-                eps,
-                rope.base,
-                rope.frequency_scale,
-                rope.extrapolation,
-                rope.magnitude,
-                rope.beta_fast,
-                rope.beta_slow,
-            ),
+            floats=_rope_floats(rope, eps),
         )
 
-    def attention(self, q: Tensor, cache: tuple[State, State], scale: float, softcap: float = 0.0) -> Tensor:
+    def latent_store(
+        self, q: Tensor, latent: Tensor, rope: Rope, cache: tuple[State, ...], *, norm: Tensor, eps: float
+    ) -> None:
+        """The last `rope.dims` of q's heads, (T, H*dq) in place, and of `latent` (T, d) rotated, whose others are
+        normed; `latent` goes to the cache.
+        """
+        self._expect(q, "T H*dq")
+        self._expect(latent, "T d")
+        self._expect(norm, "Rk")
+        self._op(
+            lib.APU_OP_LATENT_STORE,
+            inputs=(q, latent),
+            outputs=(q,),
+            weights=(norm,),
+            states=cache,
+            ints=(rope.dims, rope.style, rope.original_context, self._dims["H"]),
+            floats=_rope_floats(rope, eps),
+        )
+
+    def head_matmul(self, name: str, x: Tensor, matrix: Tensor, letters: str, *, across: bool = False) -> Tensor:
+        """Head h of x (T, H*(K+r)) by matrix h of (H, N, K), or (H, K, N) where `across`: (T, H*(N+r)), `letters`.
+
+        The last r elements of a head follow its products as they are.
+        """
+        heads, inner = matrix.shape[0], matrix.shape[1 if across else 2]
+        rest = x.shape[1] // heads - inner
+        out = self.scratch(name, letters)
+        if rest < 0 or out.shape[1] != heads * (matrix.shape[2 if across else 1] + rest):
+            raise ApuError(f'"{out.name}" {out.shape}: matrices "{matrix.name}" {matrix.shape} do not give it from {x.shape}')
+        ints = (int(across), self._precision, rest)
+        self._op(lib.APU_OP_HEAD_MATMUL, inputs=(x,), outputs=(out,), weights=(matrix,), ints=ints)
+        return out
+
+    def latent_attention(self, q: Tensor, cache: tuple[State, ...], scale: float) -> Tensor:
+        """(T, H*d) -> (T, H*Rk): softmax(scale q c^T) over the cache's rows c, of which the first Rk are the values."""
+        self._expect(q, "T H*d")
+        out = self.scratch("attention", "T H*Rk")
+        ints = (self._dims["Rk"],)
+        self._op(lib.APU_OP_LATENT_ATTENTION, inputs=(q,), outputs=(out,), states=cache, ints=ints, floats=(scale,))
+        return out
+
+    def attention(self, q: Tensor, cache: tuple[State, ...], scale: float, softcap: float = 0.0) -> Tensor:
         """(T, H*d) -> (T, H*d).
 
         Softmax(scale q k^T) v over each row's sequence, within the cache's window.
@@ -410,3 +472,15 @@ class PlanBuilder:
             raise ApuError(
                 f"matrix {matrix.name}: expected (N, {x.shape[1]}) to multiply {x.name}, found {matrix.shape}"
             )
+
+
+def _rope_floats(rope: Rope, eps: float) -> tuple[float, ...]:
+    return (
+        eps,
+        rope.base,
+        rope.frequency_scale,
+        rope.extrapolation,
+        rope.magnitude,
+        rope.beta_fast,
+        rope.beta_slow,
+    )

@@ -15,20 +15,24 @@ from apu_engine.plan.spec import Op, PlanSpec, Tensor
 
 _FAMILIES = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn qkv"),
+    **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_kv_a_mqa"), "attn qkv"),
+    **dict.fromkeys(("attn_k_b", "attn_v_b"), "attn latent"),
     "attn_output": "attn out",
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate/up"),
     "ffn_down": "down",
+    **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "shared experts"),
     "ffn_gate_inp": "router",
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
     **dict.fromkeys(("output", "token_embd"), "head"),
 }
-MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL, lib.APU_OP_ROUTE, lib.APU_OP_EXPERTS))
+MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL, lib.APU_OP_ROUTE, lib.APU_OP_EXPERTS, lib.APU_OP_HEAD_MATMUL))
+ATTENTION_KINDS = frozenset((lib.APU_OP_ATTENTION, lib.APU_OP_LATENT_ATTENTION))
 _KINDS = {
     lib.APU_OP_EMBED: "embedding",
     lib.APU_OP_RMS_NORM: "norms",
     lib.APU_OP_GATHER_NORM: "norms",
-    lib.APU_OP_ROPE_STORE: "rope",
-    lib.APU_OP_ATTENTION: "attention",
+    **dict.fromkeys((lib.APU_OP_ROPE_STORE, lib.APU_OP_LATENT_STORE), "rope"),
+    **dict.fromkeys(ATTENTION_KINDS, "attention"),
     lib.APU_OP_SAMPLE: "sample",
 }
 
@@ -104,7 +108,7 @@ def experts_used(spec: PlanSpec, op: Op, weight: Tensor) -> int:
 
 def kv_bytes(spec: PlanSpec, op: Op, step: Rows) -> int:
     """Bytes of the KV cache that attention reads: every visible token once."""
-    if op.kind != lib.APU_OP_ATTENTION or not step.rows:
+    if op.kind not in ATTENTION_KINDS or not step.rows:
         return 0
     states = [spec.states[state] for state in op.states]
     window = states[0].window

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from apu_engine._native import NONE, lib
-from apu_engine.plan.cost import decode_bytes, weight_bytes
+from apu_engine.plan.cost import ATTENTION_KINDS, decode_bytes, weight_bytes
 from apu_engine.plan.spec import PlanSpec, Tensor
 
 
@@ -43,7 +43,7 @@ def lines(spec: PlanSpec) -> Iterator[OpLine]:
             outputs=", ".join(_tensor(spec.tensors[i]) for i in op.writes()),
             weights=", ".join(_tensor(weight) for weight in weights),
             weight_bytes=sum(weight_bytes(spec, op, weight) for weight in weights),
-            kv_bytes=sum(state.token_bytes for state in states) if op.kind == lib.APU_OP_ATTENTION else 0,
+            kv_bytes=sum(state.token_bytes for state in states) if op.kind in ATTENTION_KINDS else 0,
             window=states[0].window if states else 0,
         )
 

@@ -24,6 +24,9 @@ OP_NAMES: dict[int, str] = {
     lib.APU_OP_SAMPLE: "sample",
     lib.APU_OP_ROUTE: "route",
     lib.APU_OP_EXPERTS: "experts",
+    lib.APU_OP_LATENT_STORE: "latent_store",
+    lib.APU_OP_HEAD_MATMUL: "head_matmul",
+    lib.APU_OP_LATENT_ATTENTION: "latent_attention",
 }
 
 
@@ -86,7 +89,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class State:
-    """K or V of one layer: pages of (heads, 128 rows of head_size), shared page ids within a group.
+    """K, V or the latents of one layer: pages of (heads, 128 rows of head_size), shared page ids within a group.
 
     Window 0: all tokens.
     """

@@ -141,6 +141,8 @@ std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_head_matmul(Builder &builder, const apu_op &op);
 
 // Frequencies of a ROPE_STORE op; factors (pairs) or null.
 RopeTable make_rope_table(const apu_op &op, const float *factors);

@@ -5,6 +5,10 @@
 // span, pages of 128 are folded in order by online softmax in float32; then the spans' (maximum, sum, accumulator) are
 // folded in order. When a step has many rows a worker folds all spans of a block of rows and one kv head as it goes;
 // when it has few, spans are spread over the workers and folded afterwards, by the same arithmetic.
+//
+// LATENT_ATTENTION is the same over one row per position that all heads share. Rows lie as values do; what is not F32
+// becomes floats, a page at a time. Scores are then products of matrix rows, and values are added over whole rows, of
+// which the result is the beginning. Heads are cut into groups, as many workers' share of the same pages.
 #include "cpu/attention_kernels.h"
 #include "cpu/ops.h"
 
@@ -18,6 +22,7 @@ namespace {
 constexpr uint32_t kSpan = 256;        // positions; a multiple of the page
 constexpr uint32_t kBlockVectors = 36; // query vectors (rows x heads of one kv head) that share loads of K and V:
                                        // whole groups of the kernels' six
+constexpr uint32_t kLatentHeads = 8;   // at most, of a group that shares a page's floats
 constexpr uint32_t kFetchVectors = 6;
 constexpr uint32_t kMaxSpreadBlocks = 64;
 constexpr size_t kPartialFloor = 16u << 20;
@@ -29,15 +34,24 @@ struct Softmax { // state of one query vector: maximum, sum of exponentials; its
 
 constexpr Softmax kEmpty{-std::numeric_limits<float>::infinity(), 0};
 
+uint32_t latent_groups(uint32_t heads) {
+  uint32_t group = std::min(heads, kLatentHeads);
+  while (heads % group) --group;
+  return heads / group;
+}
+
 class Attention final : public Op {
 public:
   Attention(Builder &b, const apu_op &op)
-      : k_state_(b.info().states[size_t(op.state[0])]), v_state_(b.info().states[size_t(op.state[1])]),
-        q_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]), cap_(op.f[1]),
-        d_(k_state_.d.head_size), dv_(v_state_.d.head_size), kv_heads_(k_state_.d.heads),
-        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)), group_(heads_ / kv_heads_), window_(k_state_.d.window),
-        softmax_(b.attention()->softmax), k_(*b.attention()->type(k_state_.d.dtype)),
-        v_(*b.attention()->type(v_state_.d.dtype)) {
+      : latent_(op.kind == APU_OP_LATENT_ATTENTION), k_state_(b.info().states[size_t(op.state[0])]),
+        v_state_(b.info().states[size_t(op.state[latent_ ? 0 : 1])]), q_(b.scratch(op.in[0])),
+        out_(b.scratch(op.out[0])), sinks_(b.vector(op.w[0])), scale_(op.f[0]), cap_(op.f[1]), d_(k_state_.d.head_size),
+        dv_(v_state_.d.head_size), width_(latent_ ? uint32_t(op.i[0]) : dv_),
+        heads_(uint32_t(b.info().tensor(op.in[0])->inner / d_)),
+        kv_heads_(latent_ ? latent_groups(heads_) : k_state_.d.heads), group_(heads_ / kv_heads_),
+        window_(k_state_.d.window), softmax_(b.attention()->softmax), k_(*b.attention()->type(k_state_.d.dtype)),
+        v_(latent_ ? b.attention()->f32 : *b.attention()->type(v_state_.d.dtype)),
+        work_bytes_(std::max(cpu::work_bytes(std::max(d_, dv_)), latent_ ? b.kernels().work_bytes(d_) : 0)) {
     block_rows_ = std::max(kBlockVectors / group_, 1u);
     vectors_ = block_rows_ * group_;
     uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
@@ -46,11 +60,12 @@ public:
     // At least one row of the longest context.
     ws.partial_bytes =
         std::max({ws.partial_bytes, kPartialFloor, kv_heads_ * spans * partial_floats(group_) * sizeof(float)});
-    ws.worker_bytes = std::max(ws.worker_bytes,
-                               aligned(size_t(vectors_) * d_ * sizeof(float)) + aligned(query_bytes(vectors_, d_)) +
-                                   aligned(size_t(vectors_) * kPageTokens * sizeof(float)) + aligned(work_bytes()) +
-                                   2 * aligned(vectors_ * sizeof(uint32_t)) + 2 * aligned(vectors_ * sizeof(Softmax)) +
-                                   2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
+    ws.worker_bytes =
+        std::max(ws.worker_bytes, aligned(size_t(vectors_) * d_ * sizeof(float)) + aligned(query_bytes(vectors_, d_)) +
+                                      aligned(size_t(vectors_) * kPageTokens * sizeof(float)) + aligned(work_bytes_) +
+                                      aligned(row_bytes()) + 2 * aligned(vectors_ * sizeof(uint32_t)) +
+                                      2 * aligned(vectors_ * sizeof(Softmax)) +
+                                      2 * aligned(size_t(vectors_) * dv_ * sizeof(float)));
   }
 
   void run(Worker &worker, Run &run) override {
@@ -65,7 +80,8 @@ public:
            scratch.take<float>(size_t(vectors_) * d_),
            scratch.bytes(query_bytes(vectors_, d_)),
            scratch.take<float>(size_t(vectors_) * kPageTokens),
-           reinterpret_cast<float *>(scratch.bytes(work_bytes())),
+           reinterpret_cast<float *>(scratch.bytes(work_bytes_)),
+           reinterpret_cast<float *>(scratch.bytes(row_bytes())),
            scratch.take<uint32_t>(vectors_),
            scratch.take<uint32_t>(vectors_),
            scratch.take<Softmax>(vectors_),
@@ -114,6 +130,7 @@ private:
     void *query;     // the same as the scores' kernel wants it
     float *scores;   // (vectors, 128)
     float *work;     // the kernels'
+    float *rows;     // (128, d) of a latent page
     uint32_t *begin; // (vectors) rows of the page that each one sees
     uint32_t *end;
     Softmax *part;    // (vectors)
@@ -122,7 +139,7 @@ private:
     float *total_acc; // (vectors, dv)
   };
 
-  size_t work_bytes() const { return cpu::work_bytes(std::max(d_, dv_)); }
+  size_t row_bytes() const { return latent_ ? size_t(d_) * kPageTokens * sizeof(float) : 0; }
   size_t partial_floats(uint32_t vectors) const { return size_t(vectors) * (dv_ + 2); }
 
   Block find_block(const StepCopy &step, uint32_t index) const {
@@ -155,7 +172,31 @@ private:
       float *to = c.q + size_t(r) * group_ * d_;
       for (uint32_t i = 0; i < group_ * d_; ++i) to[i] = from[i] * scale_;
     }
-    k_.prepare(c.q, b.count * group_, d_, c.query);
+    if (!latent_) k_.prepare(c.q, b.count * group_, d_, c.query);
+  }
+
+  // A latent page as (128, d) floats, of which rows [first, last) are valid.
+  const float *latent_rows(const Call &c, const uint8_t *page, uint32_t first, uint32_t last) const {
+    const KernelTable &kernels = *c.run.kernels;
+    if (k_state_.d.dtype == APU_F32) return reinterpret_cast<const float *>(page);
+    if (k_state_.d.dtype == APU_F16) {
+      const size_t stride = size_t(d_) * 2;
+      for (uint32_t j = first; j < last; ++j)
+        kernels.dequantize_row(APU_F16, page + j * stride, d_, c.rows + size_t(j) * d_);
+      return c.rows;
+    }
+    for (uint32_t j = first; j < last; ++j) { // Q8_0 by tiles: quants (32, d), scales (d/32, 32)
+      const uint32_t lane = j % kValueTileQ8;
+      const uint8_t *tile = page + j / kValueTileQ8 * kValueTileQ8 * k_state_.row_bytes;
+      if (j == first || lane == 0) kernels.dequantize_row(APU_F16, tile + size_t(d_) * kValueTileQ8, d_, c.work);
+      const int8_t *from = reinterpret_cast<const int8_t *>(tile) + size_t(lane) * d_;
+      float *to = c.rows + size_t(j) * d_;
+      for (uint32_t m = 0; m < d_; m += 32) {
+        const float scale = c.work[m + lane];
+        for (uint32_t i = m; i < m + 32; ++i) to[i] = float(from[i]) * scale;
+      }
+    }
+    return c.rows;
   }
 
   // Softmax state and accumulator of every vector of the block over one span; empty where a row sees none of it.
@@ -183,9 +224,16 @@ private:
       }
       if (first >= last) continue;
       // Few vectors take a page faster than memory gives the next one: it must be on its way by then.
-      const uint8_t *v_part = v_state_.head(page, head), *next = nullptr;
-      if (base + kPageTokens <= high) next = k_state_.head(table[base / kPageTokens + 1], head);
-      k_.scores(c.query, n, k_state_.head(page, head), d_, first, last, few ? v_part : nullptr, c.scores, c.work);
+      const uint8_t *v_part = v_state_.head(page, latent_ ? 0 : head), *next = nullptr;
+      if (latent_) {
+        const float *rows = latent_rows(c, v_part, first, last);
+        v_part = reinterpret_cast<const uint8_t *>(rows);
+        kernels.matmul_float({v_part, size_t(d_) * sizeof(float), APU_F32, d_}, c.q, d_, n, first, last,
+                             c.scores + first, kPageTokens, c.work);
+      } else {
+        if (base + kPageTokens <= high) next = k_state_.head(table[base / kPageTokens + 1], head);
+        k_.scores(c.query, n, k_state_.head(page, head), d_, first, last, few ? v_part : nullptr, c.scores, c.work);
+      }
       for (uint32_t i = 0; i < n; ++i) {
         if (c.begin[i] == c.end[i]) continue;
         float *s = c.scores + size_t(i) * kPageTokens + c.begin[i];
@@ -235,8 +283,8 @@ private:
         sum = sum * shrink + std::exp(sinks_[h] - max);
       }
       float factor = shrink / sum;
-      float *out = out_ + (size_t(b.row + i / group_) * heads_ + h) * dv_;
-      for (uint32_t j = 0; j < dv_; ++j) out[j] = acc[size_t(i) * dv_ + j] * factor;
+      float *out = out_ + (size_t(b.row + i / group_) * heads_ + h) * width_;
+      for (uint32_t j = 0; j < width_; ++j) out[j] = acc[size_t(i) * dv_ + j] * factor;
     }
   }
 
@@ -294,14 +342,21 @@ private:
     return true;
   }
 
-  const State &k_state_, &v_state_; // pages (K, 128, d)
+  bool latent_;
+  const State &k_state_, &v_state_; // pages (K, 128, d); the same (128, d) where latent
   const float *q_;                  // (T, H, d)
-  float *out_;                      // (T, H, dv)
+  float *out_;                      // (T, H, width)
   const float *sinks_;              // (H) or null
   float scale_, cap_;
-  uint32_t d_, dv_, kv_heads_, heads_, group_, window_;
+  uint32_t d_, dv_;
+  uint32_t width_;    // of the result, dv unless latent
+  uint32_t heads_;    // H
+  uint32_t kv_heads_; // or groups of heads where latent
+  uint32_t group_;    // heads of each
+  uint32_t window_;
   float (*softmax_)(float *, uint32_t, float, float *);
   const AttentionKernels::Type &k_, &v_;
+  size_t work_bytes_;
   uint32_t block_rows_, vectors_;
 };
 

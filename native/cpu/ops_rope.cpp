@@ -1,4 +1,5 @@
 // ROPE_STORE: per-head norm and rotary embedding of q and k, and k and v into their pages, in one pass over the rows.
+// LATENT_STORE: the same of a latent row, which lies in its page as values do.
 //
 // Angles are position * frequency in double, their cos and sin rounded once; they are computed once per step for all
 // layers that rotate alike.
@@ -117,7 +118,63 @@ private:
   uint32_t table_ = 0;
 };
 
+class LatentStore final : public Op {
+public:
+  LatentStore(Builder &b, const apu_op &op)
+      : state_(b.info().states[size_t(op.state[0])]), q_(b.scratch(op.in[0])), c_(b.scratch(op.in[1])),
+        norm_(b.vector(op.w[0])), eps_(op.f[0]), halves_(op.i[1] == APU_ROPE_HALVES), pairs_(uint32_t(op.i[0]) / 2),
+        d_(state_.d.head_size), heads_(uint32_t(op.i[3])), dq_(uint32_t(b.info().tensor(op.in[0])->inner / heads_)),
+        store_(b.attention()->type(state_.d.dtype)->store_v), table_(b.rope(op)) {
+    b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, aligned(d_ * sizeof(float)));
+  }
+
+  void run(Worker &worker, Run &run) override {
+    float *latent = run.scratch(worker).take<float>(d_);
+    const uint32_t per_row = heads_ + 1; // a unit is a head of q, or the row that is stored
+    const auto rotate = halves_ ? rotate_halves : rotate_pairs;
+    const RopeTable &table = run.workspace->ropes[table_];
+    Split split(worker, uint32_t(run.step.rows.size()) * per_row, std::max(1u, 1024 / dq_));
+    for (uint32_t begin, end; split.next(begin, end);) {
+      if (run.stopping()) break;
+      for (uint32_t u = begin; u < end; ++u) {
+        const size_t t = u / per_row;
+        const uint32_t h = u % per_row;
+        const float *cos = table.cos + t * pairs_, *sin = table.sin + t * pairs_;
+        if (h < heads_) {
+          rotate(q_ + (t * heads_ + h + 1) * dq_ - 2 * pairs_, cos, sin, pairs_);
+          continue;
+        }
+        const uint32_t rank = d_ - 2 * pairs_;
+        const float *c = c_ + t * d_;
+        run.kernels->rms_norm(c, norm_, nullptr, eps_, latent, rank);
+        std::memcpy(latent + rank, c + rank, 2 * pairs_ * sizeof(float));
+        rotate(latent + rank, cos, sin, pairs_);
+        const apu_row &row = run.step.rows[t];
+        const uint64_t page = run.step.page_table(row.sequence, state_.d.group)[row.position / kPageTokens];
+        store_(latent, d_, row.position % kPageTokens, state_.head(page, 0));
+      }
+    }
+  }
+
+  uint64_t work(const StepCopy &step) const override { return step.rows.size() * (heads_ * 4 * pairs_ + 4 * d_); }
+
+private:
+  const State &state_; // pages (128, d)
+  float *q_;           // (T, H, dq)
+  const float *c_;     // (T, d)
+  const float *norm_;  // (d - 2 pairs)
+  float eps_;
+  bool halves_;
+  uint32_t pairs_, d_, heads_, dq_;
+  void (*store_)(const float *, uint32_t, uint32_t, uint8_t *);
+  uint32_t table_;
+};
+
 } // namespace
+
+std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op) {
+  return std::make_unique<LatentStore>(builder, op);
+}
 
 std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op) {
   return std::make_unique<RopeStore>(builder, op);

@@ -13,6 +13,7 @@ namespace apu::cpu {
 namespace {
 
 constexpr uint32_t kTileRows = 32; // of the input, in one call
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 class Route final : public Op {
 public:
@@ -20,21 +21,22 @@ public:
       : in_tensor_(*b.info().tensor(op.in[0])), router_(*b.info().tensor(op.w[1])), d_(uint32_t(in_tensor_.inner)),
         experts_(uint32_t(router_.rows)), k_(uint32_t(b.info().tensor(op.out[0])->inner)),
         ids_(reinterpret_cast<int32_t *>(b.scratch(op.out[0]))), weights_(b.scratch(op.out[1])),
-        softmax_(op.i[0] == APU_SCORE_SOFTMAX), divide_(op.i[1] != 0), scale_(op.f[1]), floor_(op.f[2]),
+        bias_(b.vector(op.w[2])), softmax_(op.i[0] == APU_SCORE_SOFTMAX), divide_(op.i[1] != 0), scale_(op.f[1]),
+        floor_(op.f[2]), groups_(uint32_t(op.i[2])), groups_used_(uint32_t(op.i[3])), sum2_(op.i[4] == APU_GROUP_SUM2),
         work_bytes_(b.kernels().work_bytes(d_)) {
     input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], d_, true, false, false);
     input_.reserve(b.workspace, in_tensor_.rows);
     Workspace &ws = b.workspace;
     ws.score_bytes = std::max(ws.score_bytes, in_tensor_.rows * experts_ * sizeof(float));
-    ws.worker_bytes =
-        std::max(ws.worker_bytes, input_.worker_bytes() + aligned(experts_ * sizeof(uint32_t)) + aligned(work_bytes_));
+    ws.worker_bytes = std::max(ws.worker_bytes, input_.worker_bytes() + aligned(experts_ * sizeof(uint32_t)) +
+                                                    2 * aligned(experts_ * sizeof(float)) + aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
     const uint32_t rows = run.rows(in_tensor_);
     if (rows == 0) return;
     Bump scratch = run.scratch(worker);
-    uint32_t *order = scratch.take<uint32_t>(experts_);
+    const Choice choice{scratch.take<uint32_t>(experts_), scratch.take<float>(experts_), scratch.take<float>(experts_)};
     void *work = scratch.bytes(work_bytes_);
     const InputRows in = input_.prepare(worker, run, scratch, rows);
     float *scores = run.workspace->score; // (T, E)
@@ -53,7 +55,7 @@ public:
     Split split(worker, rows, 8);
     for (uint32_t t, end; split.next(t, end);) {
       if (run.stopping()) break;
-      for (; t < end; ++t) choose(*run.kernels, scores + size_t(t) * experts_, order, t);
+      for (; t < end; ++t) choose(*run.kernels, scores + size_t(t) * experts_, choice, t);
     }
   }
 
@@ -63,6 +65,35 @@ public:
   }
 
 private:
+  struct Choice {    // one worker's
+    uint32_t *order; // (E)
+    float *rank;     // (E) scores that the choice goes by
+    float *group;    // (groups)
+  };
+
+  // The `used` best of `count` come first in `order`, of equal ones the lowest.
+  static void best(const float *rank, uint32_t count, uint32_t used, uint32_t *order) {
+    std::iota(order, order + count, 0u);
+    if (used < count)
+      std::nth_element(order, order + used - 1, order + count,
+                       [rank](uint32_t a, uint32_t b) { return rank[a] != rank[b] ? rank[a] > rank[b] : a < b; });
+  }
+
+  // Experts of all groups but the best lose their rank.
+  void limit(const Choice &c) const {
+    const uint32_t size = experts_ / groups_;
+    for (uint32_t g = 0; g < groups_; ++g) {
+      float first = kLowest, second = kLowest;
+      for (const float *r = c.rank + g * size, *end = r + size; r < end; ++r) {
+        second = std::max(second, std::min(first, *r));
+        first = std::max(first, *r);
+      }
+      c.group[g] = sum2_ ? first + second : first;
+    }
+    best(c.group, groups_, groups_used_, c.order);
+    for (uint32_t i = groups_used_; i < groups_; ++i) std::fill_n(c.rank + c.order[i] * size, size, kLowest);
+  }
+
   void product(const KernelTable &kernels, const InputRows &in, uint32_t t, uint32_t rows, uint32_t begin, uint32_t end,
                float *scores, void *work) const {
     float *y = scores + size_t(t) * experts_ + begin;
@@ -71,22 +102,20 @@ private:
     });
   }
 
-  void choose(const KernelTable &kernels, float *scores, uint32_t *order, size_t t) const {
+  void choose(const KernelTable &kernels, float *scores, const Choice &c, size_t t) const {
     if (softmax_) {
       const float sum = kernels.exp_sum(scores, kernels.max(scores, experts_), experts_);
       for (uint32_t e = 0; e < experts_; ++e) scores[e] /= sum;
     } else {
       for (uint32_t e = 0; e < experts_; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     }
-    const auto rank = [scores](uint32_t e) { // NaN is the worst: a broken row still goes to k experts
-      return std::isnan(scores[e]) ? -std::numeric_limits<float>::infinity() : scores[e];
-    };
-    std::iota(order, order + experts_, 0u);
-    if (k_ < experts_)
-      std::nth_element(order, order + k_ - 1, order + experts_, [rank](uint32_t a, uint32_t b) {
-        const float x = rank(a), y = rank(b);
-        return x != y ? x > y : a < b;
-      });
+    for (uint32_t e = 0; e < experts_; ++e) {
+      const float rank = bias_ ? scores[e] + bias_[e] : scores[e];
+      c.rank[e] = std::isnan(rank) ? kLowest : rank; // a broken row still goes to k experts
+    }
+    if (groups_) limit(c);
+    uint32_t *order = c.order;
+    best(c.rank, experts_, k_, order);
     std::sort(order, order + k_);
     float factor = scale_;
     if (divide_) {
@@ -103,10 +132,13 @@ private:
   const Tensor &in_tensor_; // (T, D)
   const Tensor &router_;    // (E, D)
   uint32_t d_, experts_, k_;
-  int32_t *ids_;   // (T, k)
-  float *weights_; // (T, k)
+  int32_t *ids_;      // (T, k)
+  float *weights_;    // (T, k)
+  const float *bias_; // (E) or null
   bool softmax_, divide_;
   float scale_, floor_;
+  uint32_t groups_, groups_used_;
+  bool sum2_;
   size_t work_bytes_;
   MatrixInput input_;
 };

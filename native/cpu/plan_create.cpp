@@ -62,6 +62,9 @@ std::unique_ptr<Op> make_op(Builder &b, const apu_op &op) {
   case APU_OP_GATHER_NORM: return make_gather_norm(b, op);
   case APU_OP_ROUTE: return make_route(b, op);
   case APU_OP_EXPERTS: return make_experts(b, op);
+  case APU_OP_LATENT_STORE: return make_latent_store(b, op);
+  case APU_OP_HEAD_MATMUL: return make_head_matmul(b, op);
+  case APU_OP_LATENT_ATTENTION: return make_attention(b, op);
   default: return make_sample(b, op); // describe() knows no other
   }
 }

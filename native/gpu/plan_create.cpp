@@ -139,8 +139,13 @@ MakeOp maker(uint32_t kind) {
   }
 }
 
-// Kernels count rows by the step; nothing emits the other kind.
-apu_status check_rows(const PlanInfo &info, const std::string &label, const apu_op &op) {
+// What describe() lets pass and no kernel does. Kernels count rows by the step; nothing emits the other kind.
+apu_status check_supported(const PlanInfo &info, const std::string &label, const apu_op &op) {
+  const bool latent =
+      op.kind == APU_OP_LATENT_STORE || op.kind == APU_OP_HEAD_MATMUL || op.kind == APU_OP_LATENT_ATTENTION;
+  if (latent || (op.kind == APU_OP_ROUTE && (op.w[2] != APU_NONE || op.i[2] > 0)))
+    return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op%s; use --device cpu", label.c_str(),
+                latent ? "" : " with a bias or groups of experts");
   const Tensor *in = info.tensor(op.in[0]);
   if (in && in->d.rows == APU_ROWS_FIXED)
     return fail(APU_E_UNSUPPORTED, "%s: in0 \"%s\" has a fixed number of rows, expected the step's or its outputs'",
@@ -168,7 +173,7 @@ apu_status Plan::build(bool graphs) {
   uint64_t hidden = 0;
   for (size_t i = 0; i < info.ops.size(); ++i) {
     const apu_op &op = info.ops[i];
-    TRY(check_rows(info, label(uint32_t(i)), op));
+    TRY(check_supported(info, label(uint32_t(i)), op));
     of_outputs_.push_back(counts_outputs(info, op));
     if (op.kind != APU_OP_GATHER_NORM) continue;
     gather_ = int32_t(i);

@@ -270,7 +270,8 @@ enum {
   /* Chooses experts: in0 (T,D), w0 norm weight (D) or none with f0 = eps, w1 router (E,D), in float whatever its type.
    * Scores (T,E) are i0 = APU_SCORE_* of the products. out0 (T,k) I32: ids of the k best, of equal scores the lowest,
    * ascending in each row. out1 (T,k): their scores, where i1 = 1 divided by their sum or f2 if that is more, times
-   * f1. */
+   * f1. For the choice alone, w2 (E) or none is added to the scores, and where i2 > 0 a row chooses among i3 of i2
+   * groups of experts that lie together: those of the best i4 = APU_GROUP_*, of equal ones the lowest. */
   APU_OP_ROUTE = 8,
   /* The chosen experts' matrices, (E,N,K) each as files stack them. in1 (T,k) I32: out0 of an earlier ROUTE over E.
    * i1: APU_PRECISION_DEFAULT or _EXACT.
@@ -278,10 +279,23 @@ enum {
    * out0 (T,k,N) = act(gate) * up.
    * Second half, i0 = APU_ACT_NONE: in0 (T,k,K), w1; in2 (T,k) the slots' weights; in3 residual (T,N) or none, may be
    * out0 itself; out0 (T,N) = residual + weight * product of slot 0, + of slot 1, ... in this order. */
-  APU_OP_EXPERTS = 9
+  APU_OP_EXPERTS = 9,
+  /* Latent attention: a token's row of state0 (one head of r + i0 elements) serves all heads as key, and its beginning
+   * as value. Rotary embedding of the last i0 elements of each of the i3 heads of q in place (in0 = out0, (T,H,d)); in1
+   * (T, r + i0): rms(first r; f0 = eps) * w0 (r), then the others rotated, go to the page. w2, i1, i2, f1 to f6 as in
+   * ROPE_STORE. */
+  APU_OP_LATENT_STORE = 10,
+  /* Each head by a matrix of its own: in0 (T,H,K+i2), out0 (T,H,N+i2): N products of the head's first K elements, then
+   * its last i2 as they are. w0 (H,N,K), or (H,K,N) where i0 = 1, whose rows times the K elements are added in order,
+   * in float whatever its type. i1: APU_PRECISION_DEFAULT or _EXACT. */
+  APU_OP_HEAD_MATMUL = 11,
+  /* out0 (T,H*i0) = softmax(f0 * q c^T) c[first i0 elements] over the row's sequence up to its position, c the rows of
+   * state0, one head of d elements in F32, F16 or Q8_0; in0 q (T,H,d). f1, w0 and the window as in ATTENTION. */
+  APU_OP_LATENT_ATTENTION = 12
 };
 
 enum { APU_SCORE_SOFTMAX = 0, APU_SCORE_SIGMOID = 1 };
+enum { APU_GROUP_MAX = 0, APU_GROUP_SUM2 = 1 }; /* of a group's scores: the largest, the two largest added */
 
 enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };
 /* Activations that meet quantised weights. DEFAULT: int8, one scale for 16. EXACT: float. FINE: twice int8, the second

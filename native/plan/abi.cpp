@@ -71,6 +71,9 @@ const char *op_name(uint32_t kind) {
   case APU_OP_SAMPLE: return "SAMPLE";
   case APU_OP_ROUTE: return "ROUTE";
   case APU_OP_EXPERTS: return "EXPERTS";
+  case APU_OP_LATENT_STORE: return "LATENT_STORE";
+  case APU_OP_HEAD_MATMUL: return "HEAD_MATMUL";
+  case APU_OP_LATENT_ATTENTION: return "LATENT_ATTENTION";
   default: return "?";
   }
 }

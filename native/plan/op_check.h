@@ -158,20 +158,31 @@ public:
     return nullptr;
   }
 
-  // Key and value state of an attention op: pages of 128 rows in F32, F16 or Q8_0, of one group and one number of
-  // heads.
+  // A state of an attention op: pages of 128 rows in F32, F16 or Q8_0.
+  apu_status paged_state(int i) const {
+    if (op_.state[i] == APU_NONE) return bad("state%d is missing", i);
+    const State &s = info_.states[size_t(op_.state[i])];
+    if (s.d.kind != APU_STATE_PAGED) return bad("state%d \"%s\": expected a paged state", i, s.name.c_str());
+    if (s.d.rows_per_page != kPageTokens)
+      return bad("state%d \"%s\": expected %u rows a page, found %u", i, s.name.c_str(), kPageTokens,
+                 s.d.rows_per_page);
+    if (s.d.dtype != APU_F32 && s.d.dtype != APU_F16 && s.d.dtype != APU_Q8_0)
+      return bad("state%d \"%s\": expected F32, F16 or Q8_0, found %s (%u)", i, s.name.c_str(), dtype_name(s.d.dtype),
+                 s.d.dtype);
+    return APU_OK;
+  }
+
+  apu_status latent_state() const { // one row for all heads
+    if (apu_status s = paged_state(0); s != APU_OK) return s;
+    const State &s = info_.states[size_t(op_.state[0])];
+    if (s.d.heads != 1) return bad("state0 \"%s\": expected one head, found %u", s.name.c_str(), s.d.heads);
+    return APU_OK;
+  }
+
+  // Key and value state, of one group and one number of heads.
   apu_status kv_states() const {
-    for (int i = 0; i < 2; ++i) {
-      if (op_.state[i] == APU_NONE) return bad("state%d is missing", i);
-      const State &s = info_.states[size_t(op_.state[i])];
-      if (s.d.kind != APU_STATE_PAGED) return bad("state%d \"%s\": expected a paged state", i, s.name.c_str());
-      if (s.d.rows_per_page != kPageTokens)
-        return bad("state%d \"%s\": expected %u rows a page, found %u", i, s.name.c_str(), kPageTokens,
-                   s.d.rows_per_page);
-      if (s.d.dtype != APU_F32 && s.d.dtype != APU_F16 && s.d.dtype != APU_Q8_0)
-        return bad("state%d \"%s\": expected F32, F16 or Q8_0, found %s (%u)", i, s.name.c_str(), dtype_name(s.d.dtype),
-                   s.d.dtype);
-    }
+    for (int i = 0; i < 2; ++i)
+      if (apu_status s = paged_state(i); s != APU_OK) return s;
     const State &k = info_.states[size_t(op_.state[0])], &v = info_.states[size_t(op_.state[1])];
     if (k.d.group != v.d.group || k.d.heads != v.d.heads || k.d.window != v.d.window)
       return bad("state0 \"%s\" (group %u, %u heads, window %u) and state1 \"%s\" (group %u, %u heads, window %u): "

@@ -81,6 +81,26 @@ apu_status check_matmul(const OpCheck &c) {
   return c.aliases({{1, 0}});
 }
 
+// The rotary embedding of ROPE_STORE and LATENT_STORE; `most` dims.
+apu_status check_rope(const OpCheck &c, uint64_t least, uint64_t most) {
+  const apu_op &op = c.op();
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.number("i0 (rotary dims)", op.i[0], int32_t(least), int32_t(most)));
+  if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
+  TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
+  TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
+  if (op.i[0] == 0) return APU_OK;
+  TRY(c.vector(2, uint64_t(op.i[0]) / 2));
+  TRY(c.positive("f1 (base)", op.f[1], false));
+  TRY(c.positive("f2 (frequency scale)", op.f[2], false));
+  TRY(c.positive("f3 (YaRN extrapolation mix)", op.f[3], true));
+  TRY(c.positive("f4 (magnitude)", op.f[4], false));
+  if (op.f[3] == 0) return APU_OK;
+  TRY(c.number("i2 (original context)", op.i[2], 1, INT32_MAX));
+  TRY(c.positive("f5 (beta_fast)", op.f[5], false));
+  return c.positive("f6 (beta_slow)", op.f[6], false);
+}
+
 apu_status check_rope_store(const OpCheck &c) {
   const apu_op &op = c.op();
   TRY(c.operands(7, 1, 7, 3));
@@ -97,24 +117,63 @@ apu_status check_rope_store(const OpCheck &c) {
   TRY(c.scratch("in", 2, op.in[2], uint64_t(v.d.head_size) * v.d.heads, APU_ROWS_STEP));
   TRY(c.vector(0, d));
   TRY(c.vector(1, d));
-  TRY(c.positive("f0 (eps)", op.f[0], true));
-  TRY(c.number("i0 (rotary dims)", op.i[0], 0, int32_t(d)));
-  if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
-  TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
-  TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
-  if (op.i[0] > 0) {
-    TRY(c.vector(2, uint64_t(op.i[0]) / 2));
-    TRY(c.positive("f1 (base)", op.f[1], false));
-    TRY(c.positive("f2 (frequency scale)", op.f[2], false));
-    TRY(c.positive("f3 (YaRN extrapolation mix)", op.f[3], true));
-    TRY(c.positive("f4 (magnitude)", op.f[4], false));
-    if (op.f[3] > 0) {
-      TRY(c.number("i2 (original context)", op.i[2], 1, INT32_MAX));
-      TRY(c.positive("f5 (beta_fast)", op.f[5], false));
-      TRY(c.positive("f6 (beta_slow)", op.f[6], false));
-    }
-  }
+  TRY(check_rope(c, 0, d));
   return c.aliases({{0, 0}});
+}
+
+apu_status check_latent_store(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(3, 1, 5, 1));
+  TRY(c.latent_state());
+  const uint64_t d = c.info().states[size_t(op.state[0])].d.head_size;
+  TRY(c.scratch("in", 0, op.in[0], 0, APU_ROWS_STEP));
+  const Tensor &q = *c.info().tensor(op.in[0]);
+  TRY(c.number("i3 (heads)", op.i[3], 1, int32_t(kMaxRowHeads)));
+  const uint64_t heads = uint64_t(op.i[3]);
+  if (q.inner % heads != 0)
+    return c.bad("in0 \"%s\" %s: expected %llu heads", q.name.c_str(), dims(q.d).c_str(), u64(heads));
+  TRY(c.heads(heads + 1));
+  if (op.out[0] != op.in[0]) return c.bad("out0 is %d, expected in0 (%d): q is rotated in place", op.out[0], op.in[0]);
+  TRY(c.scratch("in", 1, op.in[1], d, APU_ROWS_STEP));
+  TRY(check_rope(c, 2, std::min(d - 1, q.inner / heads)));
+  TRY(c.present("w", 0, op.w[0]));
+  TRY(c.vector(0, d - uint64_t(op.i[0])));
+  return c.aliases({{0, 0}});
+}
+
+apu_status check_head_matmul(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 1, 1, 0));
+  TRY(c.number("i0 (matrices lie across)", op.i[0], 0, 1));
+  TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_EXACT));
+  TRY(c.number("i2 (elements that follow)", op.i[2], 0, int32_t(kMaxMatrixRows)));
+  TRY(c.present("w", 0, op.w[0]));
+  const Tensor &w = *c.info().tensor(op.w[0]);
+  TRY(c.stack(0, w.d.shape[0], 0, w.inner));
+  const uint64_t heads = w.d.shape[0], rest = uint64_t(op.i[2]);
+  const uint64_t k = w.d.shape[op.i[0] ? 1 : 2], n = w.d.shape[op.i[0] ? 2 : 1];
+  TRY(c.scratch("in", 0, op.in[0], heads * (k + rest), -1));
+  TRY(c.scratch("out", 0, op.out[0], heads * (n + rest), -1));
+  TRY(c.same_rows("out", 0, op.out[0], *c.info().tensor(op.in[0])));
+  TRY(c.heads(heads));
+  return c.aliases({});
+}
+
+apu_status check_latent_attention(const OpCheck &c) {
+  const apu_op &op = c.op();
+  TRY(c.operands(1, 1, 1, 1));
+  TRY(c.latent_state());
+  const uint64_t d = c.info().states[size_t(op.state[0])].d.head_size;
+  TRY(c.scratch("in", 0, op.in[0], 0, APU_ROWS_STEP));
+  const Tensor &q = *c.info().tensor(op.in[0]);
+  if (q.inner % d != 0)
+    return c.bad("in0 \"%s\" %s: expected whole heads of %llu elements", q.name.c_str(), dims(q.d).c_str(), u64(d));
+  TRY(c.heads(q.inner / d));
+  TRY(c.number("i0 (elements of a value)", op.i[0], 1, int32_t(d)));
+  TRY(c.scratch("out", 0, op.out[0], q.inner / d * uint64_t(op.i[0]), APU_ROWS_STEP));
+  TRY(c.vector(0, q.inner / d));
+  TRY(c.positive("f1 (soft cap)", op.f[1], true));
+  return c.aliases({});
 }
 
 apu_status check_attention(const OpCheck &c) {
@@ -158,7 +217,7 @@ apu_status check_sample(const OpCheck &c) {
 
 apu_status check_route(const OpCheck &c) {
   const apu_op &op = c.op();
-  TRY(c.operands(1, 3, 3, 0));
+  TRY(c.operands(1, 3, 7, 0));
   TRY(c.scratch("in", 0, op.in[0], 0, -1));
   const Tensor &in = *c.info().tensor(op.in[0]);
   TRY(c.vector(0, in.inner));
@@ -177,6 +236,21 @@ apu_status check_route(const OpCheck &c) {
   TRY(c.slots("out", 1, op.out[1], ids.inner, APU_F32, in));
   TRY(c.number("i0 (score)", op.i[0], APU_SCORE_SOFTMAX, APU_SCORE_SIGMOID));
   TRY(c.number("i1 (divide by the sum)", op.i[1], 0, 1));
+  TRY(c.vector(2, router.rows));
+  TRY(c.number("i2 (groups)", op.i[2], 0, int32_t(router.rows)));
+  if (op.i[2] > 0) {
+    const uint64_t groups = uint64_t(op.i[2]), size = router.rows / groups;
+    if (router.rows % groups != 0)
+      return c.bad("i2 (groups) is %d, which does not divide the %llu experts of w1 \"%s\"", op.i[2], u64(router.rows),
+                   router.name.c_str());
+    TRY(c.number("i3 (groups used)", op.i[3], 1, op.i[2]));
+    TRY(c.number("i4 (score of a group)", op.i[4], APU_GROUP_MAX, APU_GROUP_SUM2));
+    if (op.i[4] == APU_GROUP_SUM2 && size < 2)
+      return c.bad("i4 (score of a group) adds two experts, but a group has one");
+    if (ids.inner > size * uint64_t(op.i[3]))
+      return c.bad("out0 \"%s\" %s: expected at most %llu experts a row, those of %d groups", ids.name.c_str(),
+                   dims(ids.d).c_str(), u64(size * uint64_t(op.i[3])), op.i[3]);
+  }
   TRY(c.positive("f0 (eps)", op.f[0], true));
   TRY(c.positive("f1 (scale)", op.f[1], false));
   TRY(c.positive("f2 (smallest divisor)", op.f[2], true));
@@ -238,6 +312,9 @@ apu_status check_op(const PlanInfo &info, size_t index) {
   case APU_OP_SAMPLE: return check_sample(c);
   case APU_OP_ROUTE: return check_route(c);
   case APU_OP_EXPERTS: return check_experts(c);
+  case APU_OP_LATENT_STORE: return check_latent_store(c);
+  case APU_OP_HEAD_MATMUL: return check_head_matmul(c);
+  case APU_OP_LATENT_ATTENTION: return check_latent_attention(c);
   default: return fail(APU_E_UNSUPPORTED, "op %zu: unknown kind %u", index, op.kind);
   }
 }

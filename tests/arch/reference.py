@@ -9,6 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -38,6 +42,17 @@ _NAMES = {
     "ffn_gate_inp": "mlp.gate",
 }
 _LLAMA = _NAMES | {"ffn_norm": "post_attention_layernorm"}
+_DEEPSEEK = _LLAMA | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _GEMMA3 = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -136,6 +151,56 @@ def qwen3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = N
     if s["experts"]:
         return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | extra)), state)
     return _filled(Qwen3ForCausalLM(Qwen3Config(**fields | extra)), state)
+
+
+def deepseek(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """DeepseekV2ForCausalLM, or V3 where the tiny model's router is sigmoid; `extra` goes to its config."""
+    s = tiny.shape
+    fields: dict[str, Any] = {
+        "vocab_size": s["V"],
+        "hidden_size": s["D"],
+        "intermediate_size": s["F"],
+        "moe_intermediate_size": s["Fe"],
+        "num_hidden_layers": s["layers"],
+        "num_attention_heads": s["H"],
+        "num_key_value_heads": s["H"],
+        "n_routed_experts": s["experts"],
+        "num_experts_per_tok": s["used"],
+        "n_shared_experts": s["shared"],
+        "first_k_dense_replace": s["dense"],
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": s["rank"],
+        "q_lora_rank": s["q_rank"] or None,
+        "qk_nope_head_dim": s["nope"],
+        "qk_rope_head_dim": s["rope"],
+        "v_head_dim": s["value"],
+        "max_position_embeddings": s["context"],
+        "rms_norm_eps": s["eps"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | extra.pop("rope", {}),
+        "n_group": s["groups"] or 1,
+        "topk_group": s["groups_used"] or 1,
+        "attn_implementation": "eager",
+    }
+    if not s["sigmoid"]:
+        fields |= {"topk_method": "group_limited_greedy" if s["groups"] else "greedy", "norm_topk_prob": False}
+    given = dict(tensors or tiny.tensors)
+    state = {}
+    for layer in range(s["layers"]):
+        if (key := f"blk.{layer}.attn_k_b.weight") in given:
+            pair = [given.pop(key).transpose(0, 2, 1), given.pop(f"blk.{layer}.attn_v_b.weight")]
+            given[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate(pair, 1).reshape(-1, s["rank"])
+        if layer < s["dense"]:
+            continue
+        gate, up, down = (given.pop(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+        mlp = f"model.layers.{layer}.mlp"
+        state[f"{mlp}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        state[f"{mlp}.experts.down_proj"] = down
+        if s["sigmoid"]:
+            state[f"{mlp}.gate.e_score_correction_bias"] = given.pop(f"blk.{layer}.exp_probs_b.bias")
+    state |= {_hf_name(name, _DEEPSEEK): values for name, values in given.items()}
+    if s["sigmoid"]:
+        return _filled(DeepseekV3ForCausalLM(DeepseekV3Config(**fields | extra)), state)
+    return _filled(DeepseekV2ForCausalLM(DeepseekV2Config(**fields | extra)), state)
 
 
 def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]:
