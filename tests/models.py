@@ -1,6 +1,6 @@
 """Tiny models of random weights, written as GGUF files that any part of the engine can load.
 
-`tiny_llama_gguf(path)`, `tiny_gemma3_gguf`, `tiny_qwen3_gguf` and `tiny_deepseek2_gguf` need neither torch nor transformers. Weights are drawn
+`tiny_llama_gguf(path)`, `tiny_gemma3_gguf`, ... need neither torch nor transformers. Weights are drawn
 so that the logits are of ordinary size; matrices are float32 or any type that the gguf package can quantise. The
 tokenizers are complete: a byte-level BPE vocabulary with ChatML for llama and qwen3, an SPM vocabulary with byte
 fallback for gemma3.

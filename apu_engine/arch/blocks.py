@@ -54,8 +54,8 @@ class Blocks:
     """`b.matrix("attn_q", "H*d D")` binds `blk.<layer>.attn_q.weight`; outside the layers names have no
     prefix.
 
-    `caches` has K and V of each layer, or its latent rows. Raises FormatError naming the tensor that is missing or mis-shaped,
-    ModelError naming those whose type has no kernel.
+    `caches` has K and V of each layer, or its latent rows. Raises FormatError naming the tensor that is missing or
+    mis-shaped, ModelError naming those whose type has no kernel.
     """
 
     def __init__(self, model: ModelFile, config: Config, builder: PlanBuilder) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V2-Lite, V3 and R1, and Kimi K2, which is built alike: latent attention and a mixture with shared experts.
+"""DeepSeek V2, V2-Lite, V3, R1, and Kimi K2, which is built alike: latent attention, a mixture with shared experts.
 
 The cache holds one row per token and layer, the normed latent and a rotated key that all heads share. YaRN leaves the
 rotation's magnitude alone; its correction, from `yarn_log_multiplier`, goes to the scale of the scores, squared. V2's

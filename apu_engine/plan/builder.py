@@ -390,7 +390,9 @@ class PlanBuilder:
         rest = x.shape[1] // heads - inner
         out = self.scratch(name, letters)
         if rest < 0 or out.shape[1] != heads * (matrix.shape[2 if across else 1] + rest):
-            raise ApuError(f'"{out.name}" {out.shape}: matrices "{matrix.name}" {matrix.shape} do not give it from {x.shape}')
+            raise ApuError(
+                f'"{out.name}" {out.shape}: matrices "{matrix.name}" {matrix.shape} do not give it from {x.shape}'
+            )
         ints = (int(across), self._precision, rest)
         self._op(lib.APU_OP_HEAD_MATMUL, inputs=(x,), outputs=(out,), weights=(matrix,), ints=ints)
         return out

@@ -119,6 +119,58 @@ def _qwen3moe_keys(s: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
+def _deepseek2_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    grouped = s["groups"] > 1
+    return {
+        "context_length": 163_840,
+        "embedding_length": s["D"],
+        "block_count": s["L"],
+        "feed_forward_length": s["F"],
+        "leading_dense_block_count": min(s["dense"], s["L"]),
+        "attention.head_count": s["H"],
+        "attention.head_count_kv": 1,
+        "attention.key_length": s["d"],
+        "attention.value_length": s["Rk"],
+        "attention.key_length_mla": s["dq"],
+        "attention.value_length_mla": s["dv"],
+        "attention.kv_lora_rank": s["Rk"],
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.dimension_count": s["dr"],
+        "rope.freq_base": 10_000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 40.0,
+        "rope.scaling.original_context_length": 4096,
+        "expert_count": s["E"],
+        "expert_used_count": s["k"],
+        "expert_shared_count": s["shared"],
+        "expert_feed_forward_length": s["Fe"],
+        "vocab_size": s["V"],
+    } | (
+        ({"attention.q_lora_rank": s["Rq"]} if s["Rq"] else {})
+        | ({"expert_group_count": s["groups"], "expert_group_used_count": s["used"]} if grouped else {})
+    )
+
+
+def _deepseek2_layer(layer: int, s: Mapping[str, int]) -> dict[str, str]:
+    query = {"attn_q": "H*dq D"}
+    if s["Rq"]:
+        query = {"attn_q_a": "Rq D", "attn_q_a_norm": "Rq", "attn_q_b": "H*dq Rq"}
+    out = {"attn_norm": "D"} | query | {"attn_kv_a_mqa": "d D", "attn_kv_a_norm": "Rk"}
+    out |= {"attn_k_b": "H Rk dn", "attn_v_b": "H dv Rk", "attn_output": "D H*dv"}
+    if layer < s["dense"]:
+        return out | _GATED
+    out |= {"ffn_norm": "D", "ffn_gate_inp": "E D"} | ({"exp_probs_b.bias": "E"} if s["sigmoid"] else {})
+    out |= {"ffn_gate_exps": "E Fe D", "ffn_up_exps": "E Fe D", "ffn_down_exps": "E D Fe"}
+    return out | {"ffn_gate_shexp": "shared*Fe D", "ffn_up_shexp": "shared*Fe D", "ffn_down_shexp": "D shared*Fe"}
+
+
+def _latent(
+    H: int, Rq: int, Rk: int = 512, dn: int = 128, dr: int = 64, dv: int = 128, groups: int = 0, used: int = 0
+) -> dict[str, int]:
+    sizes = {"H": H, "Rq": Rq, "Rk": Rk, "dn": dn, "dr": dr, "dv": dv, "d": Rk + dr, "dq": dn + dr}
+    return sizes | {"groups": groups, "used": used, "sigmoid": 0}
+
+
 _LLAMA_V, _QWEN_V = 128_256, 151_936
 
 
@@ -132,6 +184,18 @@ def _gemma(L: int, D: int, H: int, K: int, F: int, window: int, V: int = 262_144
 
 _QWEN3_30B = {"L": 48, "D": 2048, "H": 32, "K": 4, "d": 128, "F": 768, "E": 128, "k": 8, "V": _QWEN_V}
 _QWEN3_TINY = {"L": 2, "D": 256, "H": 4, "K": 2, "d": 64, "F": 256, "E": 8, "k": 2, "V": 1024}
+
+_V2_ROUTER: dict[str, Any] = {
+    "expert_gating_func": 1,
+    "expert_weights_norm": False,
+    "rope.scaling.yarn_log_multiplier": 0.0707,
+}
+_V3_ROUTER: dict[str, Any] = {
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
@@ -188,6 +252,49 @@ ARCHITECTURES: dict[str, Architecture] = {
                 size=2.9e9,
             ),
             "30b": Preset(_QWEN3_30B, "Qwen3 30B-A3B", {"feed_forward_length": 6144}),
+        },
+    ),
+    "deepseek2": Architecture(
+        keys=_deepseek2_keys,
+        layer=_deepseek2_layer,
+        vocabulary=vocabularies.deepseek,
+        presets={
+            "tiny": Preset(
+                _latent(4, 256, 256, 256, 64, 64, 4, 2)
+                | {"L": 3, "D": 256, "F": 512, "Fe": 256, "E": 8, "k": 2, "shared": 1, "dense": 1, "V": 1024}
+                | {"sigmoid": 1},
+                "for tests",
+                _V3_ROUTER,
+            ),
+            "v2-lite": Preset(
+                _latent(16, 0)
+                | {"L": 27, "D": 2048, "F": 10_944, "Fe": 1408, "E": 64, "k": 6, "shared": 2, "dense": 1, "V": 102_400},
+                "DeepSeek V2-Lite",
+                _V2_ROUTER | {"expert_weights_scale": 1.0},
+            ),
+            "v2": Preset(
+                _latent(128, 1536, groups=8, used=3)
+                | {
+                    "L": 60,
+                    "D": 5120,
+                    "F": 12_288,
+                    "Fe": 1536,
+                    "E": 160,
+                    "k": 6,
+                    "shared": 2,
+                    "dense": 1,
+                    "V": 102_400,
+                },
+                "DeepSeek V2",
+                _V2_ROUTER | {"expert_weights_scale": 16.0},
+            ),
+            "v3": Preset(
+                _latent(128, 1536, groups=8, used=4)
+                | {"L": 61, "D": 7168, "F": 18_432, "Fe": 2048, "E": 256, "k": 8, "shared": 1, "dense": 3, "V": 129_280}
+                | {"sigmoid": 1},
+                "DeepSeek V3, R1; --layers for a part",
+                _V3_ROUTER,
+            ),
         },
     ),
 }
@@ -279,7 +386,8 @@ def tensors(arch: Architecture, preset: Preset, mix: Mix, layers: int) -> list[T
     def add(name: str, letters: str, dtype: str) -> None:
         shape = _shape(letters, s)
         small = len(shape) == 1 or name.endswith(_ROUTERS)
-        out.append(Tensor(f"{name}.weight", shape, "F32" if small else _fitting(dtype, shape[-1])))
+        full = name if name.endswith(".bias") else f"{name}.weight"
+        out.append(Tensor(full, shape, "F32" if small else _fitting(dtype, shape[-1])))
 
     add("token_embd", "V D", mix.output if preset.tied else mix.embedding)
     for name, letters in arch.other.items():

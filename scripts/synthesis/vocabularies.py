@@ -25,6 +25,18 @@ _CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_DEEPSEEK2_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "Assistant: {{ message['content'] }}{{ eos_token }}{% elif message['role'] == 'user' %}"
+    "User: {{ message['content'] }}\n\n{% else %}{{ message['content'] }}\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+_DEEPSEEK3_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "<\uff5cAssistant\uff5c>{{ message['content'] }}{{ eos_token }}{% elif message['role'] == 'user' %}"
+    "<\uff5cUser\uff5c>{{ message['content'] }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<\uff5cAssistant\uff5c>{% endif %}"
+)
 _GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>"
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
@@ -47,12 +59,15 @@ def _byte_alphabet() -> list[str]:
     return [*map(chr, printable), *(chr(0x100 + i) for i in range(256 - len(printable)))]
 
 
-def _bpe(pre: str, V: int, words_end: int, specials: Sequence[str], user: Sequence[str] = ()) -> dict[str, Any]:
-    """Bytes and words up to id `words_end` (fewer where V has no room), specials, padding up to V."""
+def _bpe(
+    pre: str, V: int, words_end: int, specials: Sequence[str], user: Sequence[str] = (), first: Sequence[str] = ()
+) -> dict[str, Any]:
+    """`first`, bytes and words up to id `words_end` (fewer where V has no room), specials, padding up to V."""
     words_end = min(words_end, V - len(specials))
-    merges = list(islice(_words("Ġ"), words_end - 256))
-    tokens = [*_byte_alphabet(), *(stem + letter for stem, letter in merges), *specials]
-    types = [_NORMAL] * words_end + [_USER if token in user else _CONTROL for token in specials]
+    merges = list(islice(_words("Ġ"), words_end - 256 - len(first)))
+    tokens = [*first, *_byte_alphabet(), *(stem + letter for stem, letter in merges), *specials]
+    types = [_CONTROL] * len(first) + [_NORMAL] * (words_end - len(first))
+    types += [_USER if token in user else _CONTROL for token in specials]
     for token_id in range(len(tokens), V):
         tokens.append(f"[PAD{token_id}]")
         types.append(_UNUSED)
@@ -109,6 +124,35 @@ def qwen3(V: int) -> dict[str, Any]:
         "tokenizer.ggml.padding_token_id": first,
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": _CHATML_TEMPLATE,
+    }
+
+
+_DEEPSEEK_LAST = [
+    "<think>", "</think>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁end\uff5c>",
+    "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>",
+]  # fmt: skip
+
+
+def deepseek(V: int) -> dict[str, Any]:
+    """DeepSeek V3: three special tokens, words up to 128,000, placeholders and other special tokens from 128,798.
+
+    Below that size V2, whose special tokens follow 100,000 words.
+    """
+    ends = ["<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"]
+    if V < 128_805:
+        first = min(100_000, V - 2)
+        meta = _bpe("deepseek-llm", V, 100_000, ends) | {"tokenizer.chat_template": _DEEPSEEK2_TEMPLATE}
+    else:
+        first = 0
+        holders = [f"<\uff5cplace▁holder▁no▁{i}\uff5c>" for i in range(798)]
+        meta = _bpe(
+            "deepseek-v3", V, 128_000, [*holders, *_DEEPSEEK_LAST], _DEEPSEEK_LAST[:2], [*ends, "<\uff5c▁pad▁\uff5c>"]
+        )
+        meta |= {"tokenizer.ggml.padding_token_id": 2, "tokenizer.chat_template": _DEEPSEEK3_TEMPLATE}
+    return meta | {
+        "tokenizer.ggml.bos_token_id": first,
+        "tokenizer.ggml.eos_token_id": first + 1,
+        "tokenizer.ggml.add_bos_token": True,
     }
 
 

@@ -153,7 +153,9 @@ def qwen3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = N
     return _filled(Qwen3ForCausalLM(Qwen3Config(**fields | extra)), state)
 
 
-def deepseek(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+def deepseek(
+    tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any
+) -> torch.nn.Module:
     """DeepseekV2ForCausalLM, or V3 where the tiny model's router is sigmoid; `extra` goes to its config."""
     s = tiny.shape
     fields: dict[str, Any] = {

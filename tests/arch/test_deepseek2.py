@@ -70,7 +70,9 @@ YARN_HF = {
         "twelve-heads",
     ],
 )
-def test_agrees_with_transformers(tmp_path: Path, device: Device, options: dict[str, Any], extra: dict[str, Any]) -> None:
+def test_agrees_with_transformers(
+    tmp_path: Path, device: Device, options: dict[str, Any], extra: dict[str, Any]
+) -> None:
     tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", **options)
     expected = reference.logits(reference.deepseek(tiny, **extra), IDS)
     with running(tiny.path, device) as model:

@@ -28,5 +28,5 @@ def test_routers_with_a_bias_or_groups_are_refused(gpu: Device, biased: bool) ->
     matrices = (NONE, rig.weight("router", np.ones((8, 32), np.float32)), bias)
     ints = (0, 1) if biased else (0, 1, 4, 2)
     rig.op(lib.APU_OP_ROUTE, ins=(x,), outs=(ids, weights), weights=matrices, ints=ints, floats=(1e-5, 1.0))
-    with pytest.raises(UnsupportedError, match="ROUTE.*bias or groups.*--device cpu"):
+    with pytest.raises(UnsupportedError, match=r"ROUTE.*bias or groups.*--device cpu"):
         Plan(rig, gpu)

@@ -1,4 +1,4 @@
-"""LATENT_STORE, HEAD_MATMUL, LATENT_ATTENTION and the groups and bias of ROUTE against numpy in float64, and refusals."""
+"""LATENT_STORE, HEAD_MATMUL, LATENT_ATTENTION, groups and bias of ROUTE against numpy in float64, and refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,11 @@ def test_latent_attention(isa: str, heads: int, d: int, value: int, options: dic
 def test_latent_store(device: Device, style: int, kv: Any) -> None:
     heads, nope, rope, rank = 3, 10, 32, 64
     rig = Rig(rows=16, vocabulary=TOKENS)
-    q_rows, c_rows, norm = random(TOKENS, heads * (nope + rope)), random(TOKENS, rank + rope, seed=2), random(rank, seed=3)
+    q_rows, c_rows, norm = (
+        random(TOKENS, heads * (nope + rope)),
+        random(TOKENS, rank + rope, seed=2),
+        random(rank, seed=3),
+    )
     q, c = rig.input(q_rows, "q"), rig.input(c_rows, "c")
     state = rig.state("latent", 1, rank + rope, 3, dtype=kv)
     rig.op(
@@ -148,7 +152,9 @@ def pack(w: NDArray[np.float32]) -> tuple[NDArray[np.uint8], F64]:
 @pytest.mark.parametrize(
     ("kind", "precision", "error"), [("f", 0, 1e-5), ("h", 0, 1e-5), ("q", 1, 1e-5), ("q", 0, 0.02)]
 )
-@pytest.mark.parametrize(("heads", "k", "n", "rest", "cuts"), [(5, 32, 64, 6, 5), (2, 160, 96, 0, 3), (1, 288, 32, 1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "k", "n", "rest", "cuts"), [(5, 32, 64, 6, 5), (2, 160, 96, 0, 3), (1, 288, 32, 1, 1)]
+)
 def test_head_matmul(
     isa: str, across: bool, kind: str, precision: int, error: float, heads: int, k: int, n: int, rest: int, cuts: int
 ) -> None:
@@ -228,7 +234,7 @@ def test_equal_groups_go_to_the_lowest_and_a_broken_row_to_k_experts(device: Dev
     with rig.build(device) as plan:
         plan.run(Step().sequence(range(3)))
         found = plan.read(ids, 3)
-    assert found[[0, 2]].tolist() == [[0, 1, 2, 5]] * 2 or found[[0, 2]].tolist() == [[0, 1, 3, 5]] * 2
+    assert found[[0, 2]].tolist() == [[0, 1, 2, 5]] * 2
     assert len(set(found[1].tolist())) == 4
 
 

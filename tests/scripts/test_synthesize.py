@@ -209,6 +209,16 @@ def test_the_engine_runs_it(name: str, dtype: str, tmp_path: Path) -> None:
 TRUE_SIZES: list[tuple[Any, int, dict[int, str]]] = [
     (vocabularies.llama3, 128_256, {0: "!", 128_000: "<|begin_of_text|>", 128_009: "<|eot_id|>"}),
     (vocabularies.qwen3, 151_936, {151_643: "<|endoftext|>", 151_645: "<|im_end|>", 151_668: "</think>"}),
+    (
+        vocabularies.deepseek,
+        129_280,
+        {0: "<\uff5cbegin▁of▁sentence\uff5c>", 128_799: "</think>", 128_803: "<\uff5cUser\uff5c>"},
+    ),
+    (
+        vocabularies.deepseek,
+        102_400,
+        {0: "!", 100_000: "<\uff5cbegin▁of▁sentence\uff5c>", 100_001: "<\uff5cend▁of▁sentence\uff5c>"},
+    ),
     (vocabularies.gemma3, 262_144, {2: "<bos>", 106: "<end_of_turn>", 238: "<0x00>", 493: "<0xFF>"}),
 ]
 
