@@ -414,9 +414,10 @@ class LLM:
         effort = reasoning_effort
         if effort is None and not options.keys() & {*SWITCHES, "reasoning_effort"}:
             effort = self.config.reasoning_effort
+        template, variables = template.for_effort(effort, options)
         if options:
             _check_template_options(options, template.variables())
-        options |= template.effort_variables(effort, options)
+        options |= variables
         prompt = template.render(messages, **options)
         block = find_block(prompt, template.source, self.tokenizer.control_tokens)
         return ChatPrompt(encode_prompt(self.tokenizer, prompt), block)

@@ -367,7 +367,7 @@ def _check_effort(template: ChatTemplate, effort: str | None) -> None:
     from apu_engine.text.errors import TemplateError
 
     with contextlib.suppress(TemplateError):
-        template.effort_variables(effort)
+        template.for_effort(effort)
 
 
 def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) -> ChatTemplate:

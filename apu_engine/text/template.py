@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apu_engine.errors import FormatError
+from apu_engine.errors import ConfigError, FormatError
 from apu_engine.text.errors import TemplateError
 from apu_engine.text.formats import find_format
 from apu_engine.text.prompt import Guard, Prompt
@@ -74,6 +74,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self.is_default = is_default
+        self.own_format: ChatTemplate | None = None  # the model's, where a converter wrote another template
         self.default_stop = DEFAULT_STOP if is_default else ()  # stop strings that the template itself calls for
         self._limits = limits or Limits()
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
@@ -91,8 +92,9 @@ class ChatTemplate:
         `source` is the file's name for errors.
         """
         text = override if override is not None else meta.get("tokenizer.chat_template")
+        own = None if override else find_format(meta, tokenizer)
         if text is None or text == "":
-            text = find_format(meta, tokenizer)
+            text, own = own, None
         if text is not None and not isinstance(text, str):
             raise FormatError(source, "tokenizer.chat_template", f"expected a string, found {type(text).__name__}")
         is_default = not text
@@ -102,14 +104,12 @@ class ChatTemplate:
                 "A file with the right one can be given with --chat-template.",
                 source,
             )
-        name = tokenizer.token
-        return cls(
-            text or DEFAULT_TEMPLATE,
-            "" if tokenizer.bos_id is None else name(tokenizer.bos_id),
-            "" if tokenizer.eos_id is None else name(tokenizer.eos_id),
-            control_tokens=tokenizer.control_tokens,
-            is_default=is_default,
-        )
+        ends = ["" if end is None else tokenizer.token(end) for end in (tokenizer.bos_id, tokenizer.eos_id)]
+        control = tokenizer.control_tokens
+        made = cls(text or DEFAULT_TEMPLATE, *ends, control_tokens=control, is_default=is_default)
+        if own is not None:
+            made.own_format = cls(own, *ends, control_tokens=control)
+        return made
 
     def start(self) -> None:
         """Starts the process without waiting for it."""
@@ -118,6 +118,8 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the process; a later rendering starts another."""
         self._worker.close()
+        if self.own_format is not None:
+            self.own_format.close()
 
     def variables(self) -> frozenset[str]:
         """Names that the template looks up when it is rendered; blocks until it is compiled. Raises TemplateError for a
@@ -125,11 +127,19 @@ class ChatTemplate:
         """
         return self._worker.variables()
 
-    def effort_variables(self, effort: str | None, given: Collection[str] = ()) -> dict[str, Any]:
-        """The variables that stand for a `reasoning_effort`, see `reasoning.thinking_variables`. Raises ConfigError for
-        one that this template cannot do.
+    def for_effort(self, effort: str | None, given: Collection[str] = ()) -> tuple[ChatTemplate, dict[str, Any]]:
+        """The template for a `reasoning_effort`, and the variables that stand for it (`thinking_variables`).
+
+        That is this one, or the model's own format for what this one cannot do. Raises ConfigError where neither can.
         """
-        return {} if effort is None else thinking_variables(effort, self.source, self.variables(), given)
+        if effort is None:
+            return self, {}
+        try:
+            return self, thinking_variables(effort, self.source, self.variables(), given)
+        except ConfigError:
+            if self.own_format is None:
+                raise
+            return self.own_format.for_effort(effort, given)
 
     def render(
         self,

@@ -16,6 +16,7 @@ import pytest
 from rendering import transformers_render
 from tiny import CONTROL, USER, P, bpe_metadata
 
+from apu_engine.errors import ConfigError
 from apu_engine.text.errors import TemplateError
 from apu_engine.text.formats import DEEPSEEK_V4, find_format
 from apu_engine.text.prompt import encode_prompt
@@ -289,3 +290,24 @@ def test_where_the_format_is_chosen(tokenizer: Tokenizer, caplog: pytest.LogCapt
             made.close()
             assert made.source == expected and not made.is_default and made.default_stop == ()
     assert not caplog.records
+
+
+def test_what_a_converters_template_cannot_do(tokenizer: Tokenizer) -> None:
+    """DeepSeek publishes no template of V4; a converter's serves, but the highest effort is the model's own format."""
+    made = from_file(V31, tokenizer, "deepseek4")
+    given = ChatTemplate.from_metadata({"general.architecture": "deepseek4"}, tokenizer, "v4.gguf", V31)
+    try:
+        for effort, end in ((None, DIRECT), ("none", DIRECT), ("high", THINKING)):
+            chosen, options = made.for_effort(effort)
+            assert chosen is made and made.render(HELLO, **options).text == f"{BOS}Be brief.{ASK}What is 2+2?{end}"
+        chosen, options = made.for_effort("max")
+        assert chosen.render(HELLO, **options).text == f"{BOS}{MAX_EFFORT}Be brief.{ASK}What is 2+2?{THINKING}"
+        with pytest.raises(ConfigError, match="found 'huge'"):
+            made.for_effort("huge")
+        with pytest.raises(ConfigError, match="together with the template variable thinking"):
+            made.for_effort("max", ["thinking"])
+        with pytest.raises(ConfigError, match="no mode for 'max'"):
+            given.for_effort("max")
+    finally:
+        made.close()
+        given.close()
