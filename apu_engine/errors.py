@@ -79,3 +79,8 @@ class ConfigError(ApuError):
 
 class LoadCancelled(ApuError):
     """Loading was cancelled, as whoever started it asked."""
+
+
+def brief(error: BaseException, most: int = 200) -> str:
+    """What an error says on one line of at most `most` characters, for a table; its type where it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

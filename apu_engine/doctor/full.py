@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.report import Check, absent, gib, rounded
 from apu_engine.doctor.strategies import strategies
-from apu_engine.errors import ApuError
+from apu_engine.errors import ApuError, brief
+from apu_engine.memory.bandwidth import PASSES, range_bytes
 from apu_engine.memory.watchdog import Task, Watchdog
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from apu_engine.plan.spec import PlanSpec, Segment, Tensor
     from apu_engine.weights.model_file import TensorRef
 
-MOST_BYTES = 1 << 30  # of a measured range: above every cache
-LEAST_BYTES = 64 << 20
-PASSES = 5
 HANG_S = 60.0  # without progress
 # GB/s that users read on such machines, or the sum of their memory's data rates; far below, something is wrong
 _USUAL = {"gfx1151": 204, "gfx1150": 120}
@@ -69,7 +67,7 @@ def _try(id_: str, part: Callable[[], Check]) -> Check:
     try:
         return part()
     except (ApuError, OSError, MemoryError) as error:
-        return Check(id_, "bad", f"failed: {str(error).splitlines()[0]}")
+        return Check(id_, "bad", f"failed: {brief(error)}")
 
 
 def _open(ctx: Context) -> tuple[Device | None, Check]:
@@ -111,15 +109,11 @@ def _version(kind: str, number: int) -> str:
     return f"CUDA {number // 1000}.{number % 1000 // 10}"
 
 
-def _size(available: int) -> int:
-    return max(LEAST_BYTES, min(MOST_BYTES, available // 8)) // 4096 * 4096
-
-
 def cpu_bandwidth(ctx: Context) -> Check:
     """Plain reads by all workers of memory that was written before."""
     from apu_engine._native import Device
 
-    nbytes = _size(ctx.machine.available)
+    nbytes = range_bytes(ctx.machine.available)
     data = np.ones(nbytes, np.uint8)
     with Device("cpu") as device:
         rate = device.read_rate(data.__array_interface__["data"][0], nbytes, PASSES)
@@ -132,7 +126,7 @@ def gpu_bandwidth(ctx: Context, device: Device) -> Check:
     """Plain reads by the whole GPU of an allocation of its own."""
     from apu_engine._native import Region
 
-    nbytes = _size(min(device.free_memory(), 8 * MOST_BYTES))
+    nbytes = range_bytes(device.free_memory())
     region = Region.alloc(device, nbytes)
     try:
         rate = device.read_rate(region.address, nbytes, PASSES) / 1e9

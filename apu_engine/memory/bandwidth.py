@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +19,11 @@ import msgspec
 import numpy as np
 
 from apu_engine._native import Device, Region
-from apu_engine.errors import ApuError, MappingError
+from apu_engine.errors import ApuError, MappingError, brief
+from apu_engine.memory.files import save
 from apu_engine.memory.machine import Machine
 from apu_engine.memory.mapping import Mapping
+from apu_engine.memory.placement import PAGE
 from apu_engine.memory.probe import Probe, cache_folder, identity, probe
 from apu_engine.memory.strategies import LETTERS, Job
 
@@ -32,7 +33,6 @@ SLICE = 256 << 20  # of a file
 PASSES = 5
 PIECES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16))  # of gathers: an expert's matrices
 GATHERED = 256 << 20  # of one pass of a gather, so that none of it is in a cache from the pass before
-PAGE = 4096
 _VERSION = 1  # of what is measured, and how
 
 
@@ -110,7 +110,7 @@ def measure(job: Job, threads: int, tell: OnRate = lambda rate: None) -> Bandwid
 
 
 def _cpu(job: Job, threads: int, out: list[Rate]) -> None:
-    size = _size(Machine().available)
+    size = range_bytes(Machine().available)
     memory, copy = (mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
     with contextlib.closing(memory), contextlib.closing(copy), Mapping.open(job.files[0], job.sizes[0]) as mapping:
         first, nbytes = _slice(job)
@@ -161,7 +161,7 @@ def _copy_rate(device: Device, source: int, to: int, nbytes: int, threads: int) 
 
 def _gpu(job: Job, out: list[Rate]) -> None:
     kind = job.device.props.kind
-    nbytes = _size(job.device.free_memory())
+    nbytes = range_bytes(job.device.free_memory())
     with _tried(out, Rate(kind, "read", "memory", 0.0, nbytes)):
         _own_memory(job, nbytes, out)
     with _tried(out, Rate(kind, "to device", "pinned memory", 0.0, nbytes)):
@@ -243,14 +243,14 @@ def _tried(out: list[Rate], rate: Rate) -> Iterator[None]:
     try:
         yield
     except (ApuError, OSError) as error:
-        problem = " ".join(str(error).split())[:200]
-        out.append(replace(rate, problem=problem))
+        out.append(replace(rate, problem=brief(error)))
 
 
 # ---------------------------------------------------------------- pieces
 
 
-def _size(free: int) -> int:
+def range_bytes(free: int) -> int:
+    """Bytes of a measured range, whole pages, where `free` bytes are: at most an eighth of them."""
     return max(LEAST_BYTES, min(MOST_BYTES, free // 8)) // PAGE * PAGE
 
 
@@ -306,16 +306,7 @@ def keep(job: Job, found: Bandwidths) -> Path | None:
     path = _path()
     all_of = _kept()
     all_of[_key(job)] = found
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(all_of)))
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        return None
-    return path
+    return path if save(path, msgspec.json.format(msgspec.json.encode(all_of))) else None
 
 
 def kept(job: Job) -> Bandwidths | None:

@@ -1,4 +1,5 @@
-"""Opening a file that is about to be mapped: regular, readable, and never one whose opening blocks.
+"""Opening a file that is about to be mapped: regular, readable, and never one whose opening blocks. Also what measuring
+needs of files: which file system one is on, one of noise, one that is written whole or not at all.
 
 `stat` comes before `open`, because opening a device can have side effects; O_NONBLOCK and the second check
 on the descriptor cover a path that is exchanged in between (a FIFO without a writer would block for ever).
@@ -10,7 +11,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from apu_engine.errors import MappingError
@@ -60,6 +61,33 @@ def _explain(path: str | os.PathLike[str], error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"may not be read by user {os.geteuid()}; check the permissions of the file and of its folders"
     return f"cannot be opened: {error.strerror}"
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """Type and source of the file system that a file is on: `ext4 /dev/nvme0n1p2`. Raises OSError without the file."""
+    device = Path(path).stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+            head, _, tail = line.partition(" - ")
+            if head.split()[2] == wanted:
+                kind, source, *_ = tail.split()
+                return f"{kind} {source}"
+    return f"device {wanted}"
+
+
+def save(path: Path, data: bytes) -> bool:
+    """Puts a small file in its place at once, its folder too; False, and nothing changed, where that cannot be."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        return False
+    return True
 
 
 @contextmanager

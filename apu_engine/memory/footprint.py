@@ -15,6 +15,7 @@ from pathlib import Path
 
 from apu_engine.errors import ApuError
 from apu_engine.memory.budget import human_bytes
+from apu_engine.memory.files import file_system
 from apu_engine.memory.mapping import cached_bytes
 
 _HEAD = re.compile(
@@ -314,14 +315,9 @@ def write_back(files: Iterable[str | os.PathLike[str]]) -> None:
 def _lives_in_memory(path: str) -> bool:
     """Whether the file system has no disk to be clean against: its pages are dirty from birth."""
     try:
-        device = Path(path).stat().st_dev
+        return file_system(path).split()[0] in ("tmpfs", "ramfs", "hugetlbfs")
     except OSError:
         return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        if line.split()[2] == number:
-            return line.partition(" - ")[2].split()[0] in ("tmpfs", "ramfs", "hugetlbfs")
-    return False
 
 
 def check_growth(

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from apu_engine.errors import MappingError
 from apu_engine.memory.budget import human_bytes, memory_available
 from apu_engine.memory.files import open_regular
+from apu_engine.memory.machine import GIB
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22  # Linux 5.14
 SLICE = 16 << 20  # bytes per readahead call: the grain of progress and of cancelling
-GIB = 1 << 30
 _EHWPOISON = 133
 _REPLACE = "replace a model by renaming a new file over it, never in place"
 

@@ -20,10 +20,12 @@ from pathlib import Path
 import msgspec
 
 from apu_engine._native import DeviceProps, NativeError, OutOfMemoryError, Region
-from apu_engine.errors import ApuError
-from apu_engine.memory.mapping import GIB, Mapping
+from apu_engine.errors import brief
+from apu_engine.memory.files import file_system, save
+from apu_engine.memory.machine import GIB
+from apu_engine.memory.mapping import Mapping
 from apu_engine.memory.placement import REGISTERED_BYTES, Part, cut
-from apu_engine.memory.strategies import GROWTH, LETTERS, Job, Refused, _address
+from apu_engine.memory.strategies import GROWTH, LETTERS, Job, Refused, device_address, worst_grain
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
 
 SECONDS = 5.0  # for everything
@@ -269,7 +271,7 @@ def _try(job: Job, name: str, slices: Sequence[_Slice]) -> Way:
     try:
         way = _measure(job, way, slices, mappings, regions)
     except (NativeError, Refused) as error:
-        way = replace(way, problem=_short(error))
+        way = replace(way, problem=brief(error))
     finally:
         for region in reversed(regions):
             region.free()
@@ -295,7 +297,7 @@ def _measure(job: Job, way: Way, slices: Sequence[_Slice], mappings: list[Mappin
         else:
             regions.append(Region.register(device, host, item.nbytes, "registered", way.name))
         spent += time.monotonic() - begin
-        address = _address(regions[-1], host, item.nbytes)
+        address = device_address(regions[-1], host, item.nbytes)
         grains.add(regions[-1].info().grain)
         begin = time.monotonic()
         found = device.checksum(address, end - item.first)
@@ -316,15 +318,11 @@ def _measure(job: Job, way: Way, slices: Sequence[_Slice], mappings: list[Mappin
         raise Refused(f"anonymous memory grew by {growth:,} bytes")
     return replace(
         way,
-        grain=next((grain for grain in ("fine", "unknown") if grain in grains), "coarse"),
+        grain=worst_grain(grains),
         gb_per_s=rate,
         register_s_per_gib=spent * GIB / sum(item.nbytes for item in slices),
         first_touch_s_per_gib=touched * GIB / slices[0].nbytes,
     )
-
-
-def _short(error: ApuError) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 # ---------------------------------------------------------------- the cache
@@ -412,14 +410,7 @@ class Cache:
             return _Kept()
 
     def _save(self, kept: _Kept) -> None:
-        partial = self.path.with_suffix(f".{os.getpid()}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(kept)))
-            partial.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        save(self.path, msgspec.json.format(msgspec.json.encode(kept)))
 
 
 def _key(job: Job) -> str:
@@ -436,16 +427,3 @@ def identity(props: DeviceProps, file: Path) -> str:
             file_system(file),
         )
     )
-
-
-def file_system(path: Path) -> str:
-    """Type and source of the file system that a file is on: `ext4 /dev/nvme0n1p2`."""
-    device = os.stat(path).st_dev  # noqa: PTH116
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-            head, _, tail = line.partition(" - ")
-            if head.split()[2] == wanted:
-                kind, source, *_ = tail.split()
-                return f"{kind} {source}"
-    return f"device {wanted}"

@@ -13,11 +13,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,8 @@ from apu_engine._native import Device, NativeError, Region, Stager
 from apu_engine.errors import ApuError, LoadCancelled, MappingError
 from apu_engine.memory.budget import STAGING_RING, human_bytes
 from apu_engine.memory.files import open_regular
-from apu_engine.memory.mapping import GIB, Mapping, Progress, cached_bytes, mlock, prefetch
+from apu_engine.memory.machine import GIB
+from apu_engine.memory.mapping import Mapping, Progress, cached_bytes, mlock, prefetch
 from apu_engine.memory.placement import PAGE, REGISTERED_BYTES, STAGED_BYTES, Part, Placed, cut, segments
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
 from apu_engine.memory.watchdog import Task
@@ -225,17 +225,18 @@ def registered(job: Job, way: str, limit: int = REGISTERED_BYTES) -> Weights:
             job.goes_on(f"registering part {number} of {len(parts)} ({human_bytes(nbytes)}) by way {LETTERS[way]}")
             region = Region.register(job.device, mapping.address + first, nbytes, "registered", way)
             weights._regions.append(region)
-            weights.placed.append(Placed(part, _address(region, mapping.address + first, nbytes) + part.begin - first))
+            address = device_address(region, mapping.address + first, nbytes)
+            weights.placed.append(Placed(part, address + part.begin - first))
             grains.add(region.info().grain)
             if (growth := anonymous_bytes() - before) > GROWTH + meter.done // GROWTH_SHARE:
                 raise Refused(f"registering took {human_bytes(growth)} of anonymous memory: pages are being copied")
             meter.add(part.nbytes)
-        weights.grain = next((grain for grain in ("fine", "unknown") if grain in grains), "coarse")
+        weights.grain = worst_grain(grains)
         _check_in_place(job, weights, mappings)
     return weights
 
 
-def _address(region: Region, host: int, nbytes: int) -> int:
+def device_address(region: Region, host: int, nbytes: int) -> int:
     """The device address of a registered range, from the runtime. Raises Refused when it cannot be right."""
     chunks = region.chunks()
     if len(chunks) != 1 or (chunks[0].host, chunks[0].nbytes) != (host, nbytes):
@@ -243,6 +244,11 @@ def _address(region: Region, host: int, nbytes: int) -> int:
     if not chunks[0].device or chunks[0].device % PAGE:
         raise Refused(f"a registered range is at device address {chunks[0].device:#x}, expected whole pages")
     return chunks[0].device
+
+
+def worst_grain(grains: Collection[str]) -> str:
+    """Of several ranges: fine where one is, which on some GPUs means uncached, then unknown, else coarse."""
+    return next((grain for grain in ("fine", "unknown") if grain in grains), "coarse")
 
 
 def _firsts(mappings: dict[tuple[int, int], Mapping]) -> list[Mapping]:
@@ -393,13 +399,12 @@ def _pieces(part: Part) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-class _undone(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def _undone(weights: Weights) -> Iterator[None]:
     """Closes the weights when the block fails."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        self._weights.notices = [notice for notice in self._weights.notices if notice]
-        if error is not None:
-            self._weights.close()
+    try:
+        yield
+    except BaseException:
+        weights.close()
+        raise
+    weights.notices = [notice for notice in weights.notices if notice]

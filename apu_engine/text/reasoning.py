@@ -9,10 +9,12 @@ think differs too: `thinking_variables` turns `reasoning_effort` into the variab
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from apu_engine.errors import ConfigError
-from apu_engine.text.prompt import Prompt
+
+if TYPE_CHECKING:  # the server's schema takes names from here, and starts without numpy
+    from apu_engine.text.prompt import Prompt
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -13,7 +13,7 @@ from apu_engine._native import Device, Stager
 from apu_engine.doctor import full, strategies
 from apu_engine.doctor.context import Context, Request
 from apu_engine.doctor.report import TITLES, Check
-from apu_engine.memory import probe
+from apu_engine.memory import bandwidth, probe
 from apu_engine.memory.machine import Machine
 from apu_engine.memory.probe import Cache
 from apu_engine.memory.strategies import Refused
@@ -23,8 +23,8 @@ from models import TinyModel
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the models are. The stand-in reads slowly, so little is read."""
-    monkeypatch.setattr(full, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(full, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(bandwidth, "LEAST_BYTES", 1 << 20)
     monkeypatch.setattr(strategies, "NOISE_BYTES", 2 << 20)
     monkeypatch.setattr(strategies, "STAGED_BYTES", 2 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -14,8 +14,9 @@ from device_double import Memory
 
 from apu_engine.errors import LoadCancelled
 from apu_engine.memory import probe as module
+from apu_engine.memory.files import file_system
 from apu_engine.memory.placement import PAGE
-from apu_engine.memory.probe import Cache, Candidate, Probe, Way, candidates, file_system, probe
+from apu_engine.memory.probe import Cache, Candidate, Probe, Way, candidates, probe
 from apu_engine.memory.strategies import Job
 from apu_engine.weights.model_file import TensorRef
 
