@@ -19,10 +19,10 @@
 namespace apu::cpu {
 namespace {
 
-constexpr uint32_t kSpan = 256;        // positions; a multiple of the page
-constexpr uint32_t kBlockVectors = 36; // query vectors (rows x heads of one kv head) that share loads of K and V:
-                                       // whole groups of the kernels' six
-constexpr uint32_t kLatentHeads = 8;   // at most, of a group that shares a page's floats
+constexpr uint32_t kSpan = 256;         // positions; a multiple of the page
+constexpr uint32_t kBlockVectors = 36;  // query vectors (rows x heads of one kv head) that share loads of K and V:
+                                        // whole groups of the kernels' six
+constexpr uint32_t kLatentVectors = 16; // that share a page's floats: with 32 the second cache level lost a third
 constexpr uint32_t kFetchVectors = 6;
 constexpr uint32_t kMaxSpreadBlocks = 64;
 constexpr size_t kPartialFloor = 16u << 20;
@@ -35,7 +35,7 @@ struct Softmax { // state of one query vector: maximum, sum of exponentials; its
 constexpr Softmax kEmpty{-std::numeric_limits<float>::infinity(), 0};
 
 uint32_t latent_groups(uint32_t heads) {
-  uint32_t group = std::min(heads, kLatentHeads);
+  uint32_t group = std::min(heads, kLatentVectors);
   while (heads % group) --group;
   return heads / group;
 }
@@ -52,7 +52,7 @@ public:
         window_(k_state_.d.window), softmax_(b.attention()->softmax), k_(*b.attention()->type(k_state_.d.dtype)),
         v_(latent_ ? b.attention()->f32 : *b.attention()->type(v_state_.d.dtype)),
         work_bytes_(std::max(cpu::work_bytes(std::max(d_, dv_)), latent_ ? b.kernels().work_bytes(d_) : 0)) {
-    block_rows_ = std::max(kBlockVectors / group_, 1u);
+    block_rows_ = std::max((latent_ ? kLatentVectors : kBlockVectors) / group_, 1u);
     vectors_ = block_rows_ * group_;
     uint64_t spans = (b.info().max_positions + kSpan - 1) / kSpan;
     if (window_) spans = std::min<uint64_t>(spans, window_ / kSpan + 2);
