@@ -1,6 +1,6 @@
 // HEAD_MATMUL: each head of every row by a matrix of its own, as latent attention absorbs its key and value matrices.
 //
-// A unit of work is one head with up to 32 rows, so that a step reads each matrix once for so many. Rows of a matrix
+// A unit of work is one head with up to 128 rows, so that a step reads each matrix once for so many. Rows of a matrix
 // (N, K) go through the kernels of MATMUL, and their results have the same bits in any batch. Of a matrix (K, N), which
 // older files have, rows become floats, 128 at a time, and are added as attention adds values: one chain over K, in
 // order.
@@ -11,7 +11,7 @@
 namespace apu::cpu {
 namespace {
 
-constexpr uint32_t kTileRows = 32; // of the input, in one unit
+constexpr uint32_t kTileRows = 128; // of the input, in one unit
 
 class HeadMatmul final : public Op {
 public:
@@ -22,11 +22,9 @@ public:
         n_(uint32_t(w_.d.shape[across_ ? 2 : 1])), rest_(uint32_t(op.i[2])), layout_(k_) {
     quantized_ = !across_ && is_quantized(w_.d.dtype) && op.i[1] != APU_PRECISION_EXACT;
     work_bytes_ = across_ ? cpu::work_bytes(n_) : b.kernels().work_bytes(k_);
-    const size_t own = across_      ? aligned(kTileRows * kPageTokens * sizeof(float)) +
-                                          aligned(size_t(n_) * kPageTokens * sizeof(float)) +
-                                          aligned(size_t(kTileRows) * n_ * sizeof(float))
-                       : quantized_ ? aligned(layout_.bytes(kTileRows))
-                                    : 0;
+    size_t own = aligned(size_t(kTileRows) * n_ * sizeof(float));
+    if (across_) own += aligned(kTileRows * kPageTokens * sizeof(float)) + aligned(n_ * kPageTokens * sizeof(float));
+    if (quantized_) own += aligned(layout_.bytes(kTileRows)) + aligned(layout_.panel_bytes(kTileRows));
     b.workspace.worker_bytes = std::max(b.workspace.worker_bytes, own + aligned(work_bytes_));
   }
 
@@ -38,12 +36,17 @@ public:
         if (run.stopping()) return;
         const uint32_t t = u % tiles * kTileRows, count = std::min(kTileRows, rows - t);
         Bump scratch = run.scratch(worker);
+        // Rows of the result lie too far apart for the kernels to write them.
+        float *y = scratch.take<float>(size_t(kTileRows) * n_); // (rows, N)
         if (across_)
-          add_rows(*run.kernels, scratch, u / tiles, t, count);
+          add_rows(*run.kernels, scratch, u / tiles, t, count, y);
         else
-          multiply(*run.kernels, scratch, u / tiles, t, count);
-        for (uint32_t i = 0; rest_ && i < count; ++i)
-          std::memcpy(result(t + i, u / tiles) + n_, input(t + i, u / tiles) + k_, rest_ * sizeof(float));
+          multiply(*run.kernels, scratch, u / tiles, t, count, y);
+        for (uint32_t i = 0; i < count; ++i) {
+          float *to = out_ + (size_t(t + i) * heads_ + u / tiles) * (n_ + rest_);
+          std::memcpy(to, y + size_t(i) * n_, n_ * sizeof(float));
+          std::memcpy(to + n_, input(t + i, u / tiles) + k_, rest_ * sizeof(float));
+        }
       }
     }
   }
@@ -55,31 +58,33 @@ public:
 
 private:
   const float *input(size_t t, uint32_t h) const { return in_ + (t * heads_ + h) * (k_ + rest_); }
-  float *result(size_t t, uint32_t h) const { return out_ + (t * heads_ + h) * (n_ + rest_); }
 
-  void multiply(const KernelTable &kernels, Bump &scratch, uint32_t h, uint32_t t, uint32_t count) const {
-    const size_t in_stride = size_t(heads_) * (k_ + rest_), out_stride = size_t(heads_) * (n_ + rest_);
+  void multiply(const KernelTable &kernels, Bump &scratch, uint32_t h, uint32_t t, uint32_t count, float *y) const {
+    const size_t in_stride = size_t(heads_) * (k_ + rest_);
     ActBlocks a{};
     if (quantized_) {
       a = layout_.at(scratch.bytes(layout_.bytes(kTileRows)), count);
       kernels.quantize(input(t, h), in_stride, count, k_, a);
+      uint8_t *panels = scratch.bytes(layout_.panel_bytes(kTileRows));
+      if (kernels.pack && count >= kPanelRows) a.panels = panels;
+      for (uint32_t i = 0; a.panels && i + kPanelRows <= count; i += kPanelRows) kernels.pack(a.from(i));
     }
     void *work = scratch.bytes(work_bytes_);
     const uint64_t base = uint64_t(h) * n_;
     for_segments(w_, base, base + n_, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
       if (quantized_)
-        kernels.matmul(matrix, a, count, first, last, result(t, h) + at, out_stride, work);
+        kernels.matmul(matrix, a, count, first, last, y + at, n_, work);
       else
-        kernels.matmul_float(matrix, input(t, h), in_stride, count, first, last, result(t, h) + at, out_stride, work);
+        kernels.matmul_float(matrix, input(t, h), in_stride, count, first, last, y + at, n_, work);
     });
   }
 
-  void add_rows(const KernelTable &kernels, Bump &scratch, uint32_t h, uint32_t t, uint32_t count) const {
+  // y (rows, N) becomes the sum.
+  void add_rows(const KernelTable &kernels, Bump &scratch, uint32_t h, uint32_t t, uint32_t count, float *y) const {
     float *x = scratch.take<float>(kTileRows * kPageTokens);     // (rows, 128) of the input
     float *part = scratch.take<float>(size_t(n_) * kPageTokens); // (128, N) of the matrix
-    float *sum = scratch.take<float>(size_t(kTileRows) * n_);    // (rows, N)
     float *work = reinterpret_cast<float *>(scratch.bytes(work_bytes_));
-    std::memset(sum, 0, size_t(count) * n_ * sizeof(float));
+    std::memset(y, 0, size_t(count) * n_ * sizeof(float));
     for (uint32_t k = 0; k < k_; k += kPageTokens) {
       const uint32_t some = std::min(kPageTokens, k_ - k);
       const uint64_t base = uint64_t(h) * k_ + k;
@@ -91,9 +96,8 @@ private:
       uint32_t begins[kTileRows] = {}, ends[kTileRows];
       std::fill_n(ends, count, some);
       for (uint32_t i = 0; i < count; ++i) std::memcpy(x + i * kPageTokens, input(t + i, h) + k, some * sizeof(float));
-      values_(x, count, reinterpret_cast<const uint8_t *>(part), n_, begins, ends, nullptr, sum, work);
+      values_(x, count, reinterpret_cast<const uint8_t *>(part), n_, begins, ends, nullptr, y, work);
     }
-    for (uint32_t i = 0; i < count; ++i) std::memcpy(result(t + i, h), sum + size_t(i) * n_, n_ * sizeof(float));
   }
 
   const Tensor &in_tensor_; // (T, H, K + rest)

@@ -158,7 +158,7 @@ def pack(w: NDArray[np.float32]) -> tuple[NDArray[np.uint8], F64]:
 def test_head_matmul(
     isa: str, across: bool, kind: str, precision: int, error: float, heads: int, k: int, n: int, rest: int, cuts: int
 ) -> None:
-    rig = Rig(rows=40, vocabulary=TOKENS)
+    rig = Rig(rows=140, vocabulary=TOKENS)
     x = random(TOKENS, heads * (k + rest))
     w = random(heads, *((k, n) if across else (n, k)), seed=2) * np.float32(k**-0.5)
     values = w.astype(np.float16).astype(np.float64) if kind == "h" else w.astype(np.float64)
@@ -169,15 +169,15 @@ def test_head_matmul(
         weight = rig.weight("w", w.astype(np.float16) if kind == "h" else w, cuts=cuts)
     given, out = rig.input(x), rig.scratch("out", heads * (n + rest))
     rig.op(lib.APU_OP_HEAD_MATMUL, ins=(given,), outs=(out,), weights=(weight,), ints=(int(across), precision, rest))
-    parts = x[:40].reshape(40, heads, -1)
+    parts = x[np.arange(140) % TOKENS].reshape(140, heads, -1)
     product = np.einsum("thk,hkn->thn" if across else "thk,hnk->thn", parts[..., :k].astype(np.float64), values)
     with Device("cpu", threads=2, isa=isa) as device, rig.build(device) as plan:
-        plan.run(Step().sequence(range(40)))
-        found = plan.read(out, 40).reshape(40, heads, -1)
+        plan.run(Step().sequence(np.arange(140) % TOKENS))
+        found = plan.read(out, 140).reshape(140, heads, -1)
         np.testing.assert_allclose(found[..., :n], product, atol=error * np.abs(product).max())
         assert np.array_equal(found[..., n:], parts[..., k:])
-        for rows in (1, 2, 7, 33):
-            plan.run(Step().sequence(range(rows)))
+        for rows in (1, 2, 7, 33, 129):
+            plan.run(Step().sequence(np.arange(rows) % TOKENS))
             assert np.array_equal(plan.read(out, rows).reshape(rows, heads, -1), found[:rows])
 
 
