@@ -78,10 +78,6 @@ class Rights:
         return path.stat().st_gid
 
     @property
-    def uid(self) -> int:
-        return os.geteuid()
-
-    @property
     def user(self) -> str:
         """Login name, or the number of a nameless user."""
         import pwd

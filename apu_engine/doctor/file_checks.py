@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context, mount_of
@@ -37,14 +36,8 @@ def rocm(ctx: Context) -> Check:
         return Check("rocm", "bad", "libamdhip64 is not installed", remedies.runtime(ctx.distro), data)
     newest = copies[0]
     others = f"; {len(copies) - 1} more" if len(copies) > 1 else ""
-    value = f"{newest.version_text}, {_below(ctx, newest.path)}{others}"
+    value = f"{newest.version_text}, {ctx.machine.shown(newest.path)}{others}"
     return Check("rocm", "ok", value, data=data)
-
-
-def _below(ctx: Context, path: Path) -> str:
-    """Without the root of a test."""
-    root = ctx.machine.root
-    return f"/{path.relative_to(root)}" if path.is_relative_to(root) else str(path)
 
 
 def file_system(ctx: Context) -> Check:

@@ -16,9 +16,8 @@ from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.machine_checks import has_dkms
 from apu_engine.doctor.report import Check, absent, gib
-from apu_engine.memory.machine import AMD, PAGE
+from apu_engine.memory.machine import AMD, GIB, PAGE, PAGES_PER_GIB
 
-GIB = 1 << 30
 BUILT_FOR = ("gfx1151", "gfx1150", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1200", "gfx1201", "gfx90a")
 SIMULATED = ("gfx1151", "gfx1150")
 BAD_MES = {0x83: "hangs and memory faults (linux-firmware 20251125)"}
@@ -65,7 +64,7 @@ def render(ctx: Context) -> Check:
 def _device(ctx: Context, id_: str, path: Path | None) -> Check:
     if ctx.gpu is None or path is None:
         return absent(id_, ctx.no_gpu)
-    shown = "/" + str(path.relative_to(ctx.machine.root))
+    shown = ctx.machine.shown(path)
     if not path.exists():
         remedy = (
             remedies.devices(ctx)
@@ -245,7 +244,7 @@ def ttm(ctx: Context) -> Check:
     module, pages = machine.ttm_module, machine.ttm_pages_limit
     total = machine.memory_total
     advised = max(1, (total - HEADROOM) // GIB // 4 * 4)
-    data: dict[str, object] = {"module": module, "pages": pages, "advised_pages": advised << 18, "stale": []}
+    data: dict[str, object] = {"module": module, "pages": pages, "advised_pages": advised * PAGES_PER_GIB, "stale": []}
     value = "not shown" if pages is None else f"{pages} pages, {gib(pages * PAGE)}"
     stale: list[str] = [name for name in ("amdgpu.gttsize", "amdgpu.gtt_size") if name in ctx.parameters]
     given = machine.number("sys/module/amdgpu/parameters/gttsize")

@@ -6,15 +6,12 @@ be read; for their compute processes KFD's counters can, which are used instead.
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from apu_engine.memory.fdinfo import drm_files, pids, size
 from apu_engine.memory.machine import Machine
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ def users(machine: Machine, pci: str, gpu_id: int | None, deadline_s: float) -> 
     found: list[User] = []
     hidden = 0
     seen: set[str] = set()  # clients: a descriptor that was handed on counts once
-    for pid in [*sorted(compute), *sorted(set(_pids(proc)) - compute.keys())]:  # the likely ones first
+    for pid in [*sorted(compute), *sorted(set(pids(proc)) - compute.keys())]:  # the likely ones first
         if time.monotonic() > end:
             return Users(tuple(found), hidden, False)
         held = _held(proc / str(pid), pci, seen)
@@ -59,43 +56,19 @@ def users(machine: Machine, pci: str, gpu_id: int | None, deadline_s: float) -> 
     return Users(tuple(sorted(found, key=lambda user: -user.bytes)), hidden, True)
 
 
-def _pids(proc: Path) -> list[int]:
-    try:
-        with os.scandir(proc) as entries:
-            return [int(entry.name) for entry in entries if entry.name.isascii() and entry.name.isdigit()]
-    except OSError:
-        return []
-
-
 def _held(process: Path, pci: str, seen: set[str]) -> int | None:
     """Bytes of GTT by the process's open DRM files; None where they may not be looked at."""
     total = 0
     try:
-        with os.scandir(process / "fd") as entries:
-            numbers = [entry.name for entry in entries if _is_drm(entry.path)]
-        for number in numbers:
-            text = (process / "fdinfo" / number).read_text(errors="replace")
-            fields = dict(re.findall(r"^([\w-]+):\s*(.*?)\s*$", text, re.M))
+        for fields in drm_files(process):
             if pci and fields.get("drm-pdev", pci) != pci:
                 continue
-            client = fields.get("drm-client-id", f"{process.name}/{number}")
-            if client not in seen:
+            if (client := fields["drm-client-id"]) not in seen:
                 seen.add(client)
-                total += _size(fields.get("drm-memory-gtt", "0"))
+                total += size(fields.get("drm-memory-gtt", "0")) or 0
     except PermissionError:
         return None
-    except OSError:  # it ended, or closed that file
-        pass
     return total
-
-
-def _is_drm(descriptor: str) -> bool:
-    try:
-        return os.readlink(descriptor).startswith("/dev/dri/")  # noqa: PTH115 (a Path for each takes three times as long)
-    except PermissionError:
-        raise
-    except OSError:
-        return False
 
 
 def _is_kernel_thread(process: Path) -> bool:
@@ -106,16 +79,10 @@ def _is_kernel_thread(process: Path) -> bool:
         return False
 
 
-def _size(text: str) -> int:
-    """ "1048576 KiB" in bytes."""
-    match = re.fullmatch(r"(\d{1,18})\s*(\w*)", text)
-    return int(match[1]) * _UNITS.get(match[2], 0) if match else 0
-
-
 def _compute(machine: Machine, gpu_id: int | None) -> dict[int, int]:
     """PID -> bytes that KFD counts for each live compute process: on an APU they are GTT."""
     folder = machine.path("sys/class/kfd/kfd/proc")
-    return {pid: machine.number(f"sys/class/kfd/kfd/proc/{pid}/vram_{gpu_id}") or 0 for pid in _pids(folder)}
+    return {pid: machine.number(f"sys/class/kfd/kfd/proc/{pid}/vram_{gpu_id}") or 0 for pid in pids(folder)}
 
 
 def _name(process: Path) -> str:

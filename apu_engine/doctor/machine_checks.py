@@ -13,7 +13,6 @@ from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.report import Check, Verdict, absent, gib, worst
 
-GIB = 1 << 30
 ADVISED_KERNEL = (6, 18, 4)
 SVM_KERNEL = (6, 10, 0)
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -84,7 +83,7 @@ def power(ctx: Context) -> Check:
         command = f"{ctx.on_host}sudo cpupower frequency-set -g performance"
         findings.append(("warn", "the governor keeps clocks low", (command,)))
     if data["gpu_level"] == "low" and ctx.gpu is not None and ctx.gpu.device is not None:
-        file = _shown_path(ctx, ctx.gpu.device / "power_dpm_force_performance_level")
+        file = ctx.machine.shown(ctx.gpu.device / "power_dpm_force_performance_level")
         findings.append(("warn", "the GPU is held at low clocks", (f"{ctx.on_host}echo auto | sudo tee {file}",)))
     if not findings:
         verdict: Verdict = "ok" if value != "not shown" else "info"
@@ -238,11 +237,6 @@ def memlock(ctx: Context) -> Check:
 def _may_lock(ctx: Context) -> bool:
     found = re.search(r"^CapEff:\s*([0-9a-fA-F]{1,16})$", ctx.machine.text("proc/self/status") or "", re.M)
     return bool(found and int(found[1], 16) >> _IPC_LOCK & 1)
-
-
-def _shown_path(ctx: Context, path: Path) -> str:
-    """As the user would write it, without the root of a test."""
-    return "/" + str(path.relative_to(ctx.machine.root))
 
 
 def _text(path: Path) -> str | None:

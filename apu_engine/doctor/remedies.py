@@ -7,6 +7,7 @@ Each function gives lines in the order to do them. A line is a command, or says 
 from __future__ import annotations
 
 from apu_engine.doctor.context import Context, Distro
+from apu_engine.memory.machine import PAGES_PER_GIB
 
 _GRUB = {
     "debian": "sudo update-grub",
@@ -63,7 +64,7 @@ def joined(*remedies: tuple[str, ...]) -> tuple[str, ...]:
 def pages_limit(ctx: Context, gib: int) -> tuple[str, ...]:
     """GTT's ceiling in GiB; where the command line sets it, that wins over a file of options."""
     module = ctx.machine.ttm_module
-    pages = gib << 18
+    pages = gib * PAGES_PER_GIB
     if f"{module}.pages_limit" in ctx.parameters:
         return parameters(ctx, f"{module}.pages_limit={pages} {module}.page_pool_size={pages}")
     return module_option(ctx, module, f"pages_limit={pages} page_pool_size={pages}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apu_engine.memory.limits import PAGES_PER_GIB, Limits
-from apu_engine.memory.machine import GIB, Machine
+from apu_engine.memory.limits import Limits
+from apu_engine.memory.machine import GIB, PAGES_PER_GIB, Machine
 from apu_engine.options import format_size
 
 IN_PLACE = ("registered", "direct")

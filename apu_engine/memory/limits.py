@@ -17,8 +17,6 @@ from apu_engine.memory.machine import GIB, Machine, kfd_limit
 if TYPE_CHECKING:
     from apu_engine._native import Device
 
-PAGES_PER_GIB = GIB // 4096  # what ttm.pages_limit counts
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from apu_engine.config import sysroot_wanted
@@ -19,7 +18,8 @@ from apu_engine.config import sysroot_wanted
 GIB = 1 << 30
 _APUS = ("902", "909", "90c", "1013", "1033", "1035", "1036", "1037", "1103", "1150", "1151", "1152", "1153")
 APUS = frozenset(f"gfx{name}" for name in _APUS)  # targets whose memory is the machine's
-PAGE = 4096
+PAGE = 4096  # of the kernel's counts
+PAGES_PER_GIB = GIB // PAGE  # what ttm.pages_limit counts
 AMD = 0x1002  # PCI vendor
 _DMI = "sys/class/dmi/id"
 
@@ -61,6 +61,10 @@ class Machine:
     def path(self, name: str) -> Path:
         """The place of `name`, such as "dev/kfd" or "/dev/kfd", on this machine."""
         return self.root / name.lstrip("/")
+
+    def shown(self, path: Path) -> str:
+        """A path as the machine's users write it, without the root of a test."""
+        return f"/{path.relative_to(self.root)}" if path.is_relative_to(self.root) else str(path)
 
     def text(self, name: str) -> str | None:
         """Contents of a small file without surrounding white space; None where it cannot be read."""
@@ -240,9 +244,9 @@ class Machine:
             return render
         return cards[0] if len(cards) == 1 else None
 
-    # ---- this process
+    # ---- users
 
-    @cached_property
+    @property
     def groups(self) -> dict[int, str]:
         """Names of groups by their number, from /etc/group."""
         found = {}

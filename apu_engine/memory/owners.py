@@ -11,17 +11,16 @@ import contextlib
 import http.client
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from apu_engine.memory.fdinfo import drm_files, pids, size
 from apu_engine.memory.machine import Machine
 
-ENGINE_FIELDS = ("weights", "registered", "device", "kv", "scratch", "copied")  # bytes, of Engine
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SECONDS = 2.0  # for an answer
 _ANSWER = 1 << 20
 
@@ -42,7 +41,7 @@ def sharing(keys: Iterable[str], machine: Machine | None = None) -> Sharing:
     proc = (machine or Machine()).path("proc")
     found: dict[str, list[int]] = {key: [] for key in keys}
     hidden = 0
-    for pid in _pids(proc):
+    for pid in pids(proc):
         try:
             text = (proc / str(pid) / "maps").read_text(errors="surrogateescape") if found else ""
         except PermissionError:
@@ -53,13 +52,7 @@ def sharing(keys: Iterable[str], machine: Machine | None = None) -> Sharing:
         for key in found:
             if f" {key} " in text:
                 found[key].append(pid)
-    return Sharing({key: tuple(sorted(pids)) for key, pids in found.items()}, hidden)
-
-
-def _pids(proc: Path) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(path.name) for path in proc.iterdir() if path.name.isascii() and path.name.isdigit()]
-    return []
+    return Sharing({key: tuple(sorted(own)) for key, own in found.items()}, hidden)
 
 
 # ---------------------------------------------------------------- GPU drivers
@@ -80,11 +73,11 @@ def driver_memory(pid: int, machine: Machine | None = None) -> tuple[DriverMemor
     """
     machine = machine or Machine()
     clients: dict[tuple[str, str], dict[str, int]] = {}
-    for fields in _drm_clients(machine.path(f"proc/{pid}")):
+    for fields in _clients(machine.path(f"proc/{pid}")):
         key = (fields.get("drm-pdev", "?"), fields.get("drm-driver", "?"))
         kinds = clients.setdefault(key, {})
-        for kind, size in _kinds(fields).items():
-            kinds[kind] = kinds.get(kind, 0) + size
+        for kind, held in _kinds(fields).items():
+            kinds[kind] = kinds.get(kind, 0) + held
     found = [DriverMemory(gpu, f"drm {driver}", kinds) for (gpu, driver), kinds in sorted(clients.items())]
     folder = machine.path(f"sys/class/kfd/kfd/proc/{pid}")
     with contextlib.suppress(OSError):
@@ -95,21 +88,13 @@ def driver_memory(pid: int, machine: Machine | None = None) -> tuple[DriverMemor
     return tuple(found)
 
 
-def _drm_clients(process: Path) -> Iterable[dict[str, str]]:
-    """Fields of each open DRM file of a process; a client that has several is given once."""
+def _clients(process: Path) -> Iterator[dict[str, str]]:
+    """Fields of each DRM client of a process; one that has several descriptors is given once."""
     seen: set[tuple[str, str]] = set()
-    try:
-        numbers = sorted((path.name for path in (process / "fd").iterdir()), key=int)
-    except (OSError, ValueError):
-        return
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            if not (process / "fd" / number).readlink().as_posix().startswith("/dev/dri/"):
-                continue
-            text = (process / "fdinfo" / number).read_text(errors="replace")
-            fields = dict(re.findall(r"^(drm-[\w-]+):\s*(.*?)\s*$", text, re.M))
-            client = (fields.get("drm-pdev", ""), fields.get("drm-client-id", f"file {number}"))
-            if fields and client not in seen:
+    with contextlib.suppress(PermissionError):
+        for fields in drm_files(process):
+            client = (fields.get("drm-pdev", ""), fields["drm-client-id"])
+            if client not in seen:
                 seen.add(client)
                 yield fields
 
@@ -119,10 +104,10 @@ def _kinds(fields: dict[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for prefix in ("drm-memory-", "drm-resident-"):
         for name, value in fields.items():
-            match = re.fullmatch(r"(\d{1,18})\s*(\w*)", value)
-            if name.startswith(prefix) and match:
-                found[name.removeprefix(prefix)] = int(match[1]) * _UNITS.get(match[2], 0)
-    return {kind: size for kind, size in found.items() if size}
+            held = size(value)
+            if name.startswith(prefix) and held is not None:
+                found[name.removeprefix(prefix)] = held
+    return {kind: held for kind, held in found.items() if held}
 
 
 # ---------------------------------------------------------------- the engine
