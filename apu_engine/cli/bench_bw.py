@@ -7,8 +7,6 @@ the CPU and says why there is no more. memory/bandwidth.py has the measurements.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,11 +19,8 @@ from apu_engine.config import EngineConfig, specs
 if TYPE_CHECKING:
     from apu_engine._native import Device
     from apu_engine.memory.bandwidth import Bandwidths, Rate
-    from apu_engine.memory.strategies import Job
-    from apu_engine.memory.watchdog import Task
 
 NOISE_BYTES = 256 << 20  # of the file that stands for a model
-HANG_S = 60.0  # without progress
 _OPTIONS = ("model", "device", "kernels", "threads", "debug")
 _EXCLUDED = tuple(spec.name for spec in specs() if spec.name not in _OPTIONS)
 _WIDTHS = (6, 9, 20, 28, 9)  # of columns; figures come one by one
@@ -41,17 +36,21 @@ def bench_bw(
     A GPU reads file pages in place by each way that its runtime has; gathers read parts of 1 to 16 MiB, as experts are,
     that lie anywhere. GB are 1e9 bytes; copies count the bytes copied. Results are kept in the user's cache folder.
     """
+    from apu_engine.doctor import request_of
     from apu_engine.memory.bandwidth import keep, measure, titles
-    from apu_engine.memory.watchdog import Watchdog
+    from apu_engine.memory.probe import trial
+    from apu_engine.memory.watchdog import MEASURING_SECONDS, Watchdog
+    from apu_engine.weights.gguf import open_model
 
     def tell(rate: Rate) -> None:
         if not as_json:
             _line(titles([rate])[0])
 
     device, absent = _device(config)
-    watchdog = Watchdog(HANG_S, cleanup=())
+    watchdog = Watchdog(MEASURING_SECONDS, cleanup=())
     try:
-        with watchdog.during("measuring bandwidths") as task, _job(config, device, task) as job:
+        model, folder = open_model(Path(config.model)) if config.model else None, request_of(config).folder
+        with watchdog.during("measuring bandwidths") as task, trial(device, model, folder, NOISE_BYTES, task) as job:
             if not as_json:
                 print(f"{_title(device)}; files on {job.files[0].parent}")
                 _line(("device", "test", "memory", "with", "bytes", "GB/s"))
@@ -96,28 +95,6 @@ def _device(config: EngineConfig) -> tuple[Device, list[str]]:
         device, _ = open_device("cpu", threads=1)
         return device, [f"GPU: {error}"]
     return device, [f"GPU: {choice.reason}"] if device.props.kind == "cpu" else []
-
-
-@contextmanager
-def _job(config: EngineConfig, device: Device, task: Task) -> Iterator[Job]:
-    """The model's files, or noise beside where models are."""
-    from apu_engine import arch
-    from apu_engine.doctor import request_of
-    from apu_engine.memory.files import noise_file
-    from apu_engine.memory.strategies import Job
-    from apu_engine.weights.gguf import open_model
-    from apu_engine.weights.model_file import TensorRef
-
-    if config.model:
-        model = open_model(Path(config.model))
-        refs = arch.tensors_used(model, arch.PlanOptions(ctx=1))
-        yield Job(device, model.files, model.file_sizes, refs, task=task)
-        return
-    task.beat("writing a file of noise")
-    with noise_file(request_of(config).folder, NOISE_BYTES) as path:
-        columns = 1024
-        ref = TensorRef("noise", 0, (NOISE_BYTES // 4 // columns, columns), 0, 0, NOISE_BYTES)
-        yield Job(device, [path], [NOISE_BYTES], [ref], task=task)
 
 
 def register(app: typer.Typer) -> None:

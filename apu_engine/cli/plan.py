@@ -17,8 +17,8 @@ from apu_engine.config import EngineConfig
     "engine",
     "output",
     exclude=(
-        *("device", "kernels", "threads", "isa", "pin", "memory", "mlock", "prefetch"),
-        *("queue", "max_tokens", "log_level", "timings"),
+        *("device", "kernels", "threads", "isa", "pin", "memory", "memory_way", "mlock", "prefetch"),
+        *("queue", "max_tokens", "watchdog", "log_level", "timings"),
     ),
     model_argument=True,
 )

@@ -31,8 +31,8 @@ _GPU_STRATEGIES = ("registered", "staged")
     "engine",
     "output",
     exclude=(
-        *("kernels", "threads", "isa", "pin", "mlock", "prefetch", "graph", "precision"),
-        *("queue", "max_tokens", "log_level", "timings"),
+        *("kernels", "threads", "isa", "pin", "memory_way", "mlock", "prefetch", "graph", "precision"),
+        *("queue", "max_tokens", "watchdog", "log_level", "timings"),
     ),
     model_argument=True,
 )

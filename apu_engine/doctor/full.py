@@ -18,7 +18,7 @@ from apu_engine.doctor.report import Check, absent, gib, rounded
 from apu_engine.doctor.strategies import strategies
 from apu_engine.errors import ApuError, brief
 from apu_engine.memory.bandwidth import PASSES, range_bytes
-from apu_engine.memory.watchdog import Task, Watchdog
+from apu_engine.memory.watchdog import MEASURING_SECONDS, Task, Watchdog
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from apu_engine.plan.spec import PlanSpec, Segment, Tensor
     from apu_engine.weights.model_file import TensorRef
 
-HANG_S = 60.0  # without progress
 # GB/s that users read on such machines, or the sum of their memory's data rates; far below, something is wrong
 _USUAL = {"gfx1151": 204, "gfx1150": 120}
 _LOW_SHARE = 0.7
@@ -36,7 +35,7 @@ def measure(ctx: Context) -> list[Check]:
     """All measurements, in the order of docs/doctor.md. A device that hangs ends the process with the watchdog's
     status: it cannot be waited for.
     """
-    watchdog = Watchdog(HANG_S, cleanup=())
+    watchdog = Watchdog(MEASURING_SECONDS, cleanup=())
     try:
         with watchdog.during("reading memory with the CPU") as task:
             return _measure(ctx, task)

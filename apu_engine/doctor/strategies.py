@@ -1,15 +1,13 @@
 """What `--full` finds out about memory strategies: each way of reading file pages in place, and staging, on real files.
 
-The files are the named model's, else one of noise in the models' folder, so that its file system is the one that
-matters; that file is removed again. Results of the ways replace those that `--memory auto` keeps.
+The files are the named model's, else one of noise in the models' folder (`trial` in memory/probe.py). Results of the
+ways replace those that `--memory auto` keeps.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from apu_engine.doctor.context import Context
@@ -24,15 +22,14 @@ if TYPE_CHECKING:
 
 NOISE_BYTES = 128 << 20  # of the file that stands for a model
 STAGED_BYTES = 128 << 20  # of it that are staged
-_COLUMNS = 1024
-_F32 = 0
 
 
 def strategies(ctx: Context, device: Device, task: Task) -> Check:
     """Each way's bandwidth in place as a share of device memory's, and how fast a copy is staged; all verified."""
-    from apu_engine.memory.probe import candidates, probe
+    from apu_engine.memory.probe import candidates, probe, trial
 
-    with _job(ctx, device, task) as job:
+    model = None if isinstance(ctx.opened, str) else ctx.opened
+    with trial(device, model, ctx.request.folder, NOISE_BYTES, task) as job:
         found = probe(job, fresh=True)
         task.beat("staging a part of a file")
         staged, problem = _staged(job)
@@ -75,24 +72,6 @@ def _numbers(probe: Probe, way: Way) -> dict[str, object]:
         "register_s_per_gib": rounded(way.register_s_per_gib),
         "first_touch_s_per_gib": rounded(way.first_touch_s_per_gib),
     }
-
-
-@contextmanager
-def _job(ctx: Context, device: Device, task: Task) -> Iterator[Job]:
-    """What the probe reads."""
-    from apu_engine import arch
-    from apu_engine.memory.files import noise_file
-    from apu_engine.memory.strategies import Job
-    from apu_engine.weights.model_file import TensorRef
-
-    opened = ctx.opened
-    if not isinstance(opened, str):
-        refs = arch.tensors_used(opened, arch.PlanOptions(ctx=1))
-        yield Job(device, opened.files, opened.file_sizes, refs, task=task)
-        return
-    with noise_file(ctx.request.folder, NOISE_BYTES) as path:
-        ref = TensorRef("noise", _F32, (NOISE_BYTES // 4 // _COLUMNS, _COLUMNS), 0, 0, NOISE_BYTES)
-        yield Job(device, [path], [NOISE_BYTES], [ref], task=task)
 
 
 def _staged(job: Job) -> tuple[float, str]:

@@ -19,14 +19,16 @@ from pathlib import Path
 
 import msgspec
 
-from apu_engine._native import DeviceProps, NativeError, OutOfMemoryError, Region
+from apu_engine._native import Device, DeviceProps, NativeError, OutOfMemoryError, Region, lib
 from apu_engine.errors import brief
-from apu_engine.memory.files import file_system, save
+from apu_engine.memory.files import file_system, noise_file, save
 from apu_engine.memory.machine import GIB
 from apu_engine.memory.mapping import Mapping
 from apu_engine.memory.placement import REGISTERED_BYTES, Part, cut
 from apu_engine.memory.strategies import GROWTH, LETTERS, Job, Refused, device_address, worst_grain
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
+from apu_engine.memory.watchdog import Task
+from apu_engine.weights.model_file import ModelFile, TensorRef
 
 SECONDS = 5.0  # for everything
 SLICE = 256 << 20  # timed; well above an APU's caches
@@ -37,6 +39,7 @@ SHARE = 0.95  # of the device's own bandwidth: fast enough to read in place
 SHORT = 32 << 20  # below this a timing is launches more than reads, and tells only the slow from the fast,
 SHORT_SHARE = 0.5  # which this does
 _PIECE = 16 << 20
+_COLUMNS = 1024  # of the matrix of noise
 _VERSION = 1  # of what is measured, and how
 
 
@@ -155,6 +158,23 @@ def _number(value: float) -> str:
 
 
 # ---------------------------------------------------------------- measuring
+
+
+@contextlib.contextmanager
+def trial(device: Device, model: ModelFile | None, folder: Path, nbytes: int, task: Task) -> Iterator[Job]:
+    """What there is to measure with: the files and weights of a model, or, without one, a matrix of `nbytes` of noise
+    (F32) in `folder`, so that its file system is the one that matters; that file is removed again.
+    """
+    from apu_engine import arch
+
+    if model is not None:
+        refs = arch.tensors_used(model, arch.PlanOptions(ctx=1))
+        yield Job(device, model.files, model.file_sizes, refs, task=task)
+        return
+    task.beat("writing a file of noise")
+    with noise_file(folder, nbytes) as path:
+        ref = TensorRef("noise", lib.APU_F32, (nbytes // 4 // _COLUMNS, _COLUMNS), 0, 0, nbytes)
+        yield Job(device, [path], [nbytes], [ref], task=task)
 
 
 @dataclass(slots=True)

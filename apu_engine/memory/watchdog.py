@@ -22,6 +22,7 @@ from contextlib import contextmanager
 STATUS = 75  # EX_TEMPFAIL
 FAULTS = 64  # major page faults in one period that count as progress
 CLEANUP_SECONDS = 5.0
+MEASURING_SECONDS = 60.0  # without progress, for what measures a device
 _CHILD_SECONDS = 2.0
 
 Cleanup = Callable[[], None]
