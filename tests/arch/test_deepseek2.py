@@ -160,6 +160,25 @@ def test_odd_offsets_and_shards_change_nothing(tmp_path: Path, device: Device) -
                 assert np.array_equal(model.prefill(IDS[:40]), expected)
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+def test_pages_are_forked_saved_and_restored_exactly(tmp_path: Path, device: Device, kv_type: str) -> None:
+    """Sequence 1 goes on from copies of sequence 0's pages, sequence 0 from pages that were saved and reset."""
+    tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", **SIZES, **V3)
+    with running(tiny.path, device, parallel=2, kv_type=kv_type) as model:
+        whole = model.prefill(IDS)
+        plan = model.loaded.plan
+        pages = list(zip(model.tables(0, 0, 256)[0], model.tables(1, 0, 256)[0], strict=True))
+        assert len(pages) == 2
+        saved = [plan.export_page(0, page) for page, _ in pages]
+        for page, copy in pages:
+            plan.copy_page(0, page, copy)
+            plan.reset_page(0, page)
+        assert np.array_equal(model.logits([(1, 140, IDS[140:])]), whole[140:])  # rows 140 on are written again
+        for (page, _), data in zip(pages, saved, strict=True):
+            plan.import_page(0, page, data)
+        assert np.array_equal(model.logits([(0, 130, IDS[130:])]), whole[130:])
+
+
 def test_layers_of_next_token_prediction_are_left_out(tmp_path: Path, device: Device) -> None:
     tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", metadata={"deepseek2.nextn_predict_layers": 1})
     with running(tiny.path, device) as model:
