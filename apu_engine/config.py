@@ -134,12 +134,17 @@ class EngineConfig:
     mlock: bool = option(
         "bool",
         False,
-        "Lock the mapped weights in memory (needs a memlock limit above the file's size).",
+        "Lock the mapped weights in memory (needs a memlock limit above the file's size). What an AMD GPU reads in "
+        "place by registration is locked anyway, as far as that limit lets.",
         "--mlock",
         group="model",
     )
     prefetch: bool = option(
-        "bool", True, "Read the whole file into the page cache while loading.", "--prefetch", group="model"
+        "bool",
+        True,
+        "Read the whole file into the page cache while loading. What is registered is read anyway.",
+        "--prefetch",
+        group="model",
     )
     graph: bool = option(
         "bool",
@@ -501,7 +506,9 @@ def _markdown_lines() -> Iterator[str]:
     yield ""
     yield (
         "`APU_HIP_LIBRARY` is the path of the libamdhip64 to use instead of the one found. `APU_SYSROOT` is the "
-        "folder below which /proc, /sys and /dev of this machine are read; it is for tests only."
+        "folder below which /proc, /sys and /dev of this machine are read; it is for tests only. Others' variables "
+        "that count: `ROCM_PATH` and `LD_LIBRARY_PATH`, where AMD's runtime is looked for; `XDG_CACHE_HOME`, below "
+        "which measurements are kept (else `~/.cache`)."
     )
 
 

@@ -9,7 +9,7 @@ think differs too: `thinking_variables` turns `reasoning_effort` into the variab
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from apu_engine.errors import ConfigError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the server's schema takes names from here, and starts witho
     from apu_engine.text.prompt import Prompt
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORTS: tuple[Effort, ...] = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 # On and off, as templates name it: Qwen3 and GLM; DeepSeek V3.1 and Granite.
 SWITCHES = ("enable_thinking", "thinking")
 _TAGS = (
