@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apu_engine._native import Device, Region, check, ffi, lib
 from apu_engine.plan.builder import PlanBuilder
-from apu_engine.plan.plan import Plan
+from apu_engine.plan.plan import Plan, reserve_states
 from apu_engine.plan.spec import Segment
 from apu_engine.weights.model_file import TensorRef
 
@@ -54,12 +54,9 @@ class DeviceArrays:
 def planned(device: Device, builder: PlanBuilder) -> Iterator[Plan]:
     """The plan that `builder` holds, with memory for its states."""
     spec = builder.finish()
-    regions = []
+    regions = reserve_states(device, spec)
     plan = None
     try:
-        for state in spec.states:
-            regions.append(Region.alloc(device, state.page_bytes * state.page_count))
-            state.address = regions[-1].address
         plan = Plan(device, spec)
         yield plan
     finally:

@@ -15,7 +15,7 @@ from apu_engine.arch import deepseek2, gemma3, llama, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
-from apu_engine.plan import Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec
+from apu_engine.plan import Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec, reserve_states
 from apu_engine.plan.builder import PRECISIONS
 from apu_engine.plan.spec import most_pages
 from apu_engine.plan.weights import Binder
@@ -194,13 +194,9 @@ def load(model: ModelFile, weights: Binder, device: Device, options: PlanOptions
 
     Raises what `describe` does, and NativeError when the device refuses.
     """
-    regions: list[Region] = []
+    spec = plan(model, options, weights)
+    regions = reserve_states(device, spec)
     try:
-        spec = plan(model, options, weights)
-        for state in spec.states:
-            region = Region.alloc(device, state.page_bytes * state.page_count)
-            regions.append(region)
-            state.address = region.address
         native = Plan(device, spec, graph=options.graph)
     except BaseException:
         for region in regions:

@@ -172,7 +172,7 @@ def graph(device: Device) -> Check:
 def _tiny_plan(device: Device, *, graph: bool) -> Iterator[Callable[[], NDArray[np.float32]]]:
     """A function that runs the model and returns the logits of all steps, (steps, V)."""
     from apu_engine._native import Region, check, lib
-    from apu_engine.plan import Plan
+    from apu_engine.plan import Plan, reserve_states
 
     weights = _Weights()
     spec = _build(weights)
@@ -184,9 +184,7 @@ def _tiny_plan(device: Device, *, graph: bool) -> Iterator[Callable[[], NDArray[
         check(lib.apu_memory_copy(device.handle, base, weights.data.ctypes.data, weights.data.nbytes, 0, 1))
         for tensor in spec.tensors:
             tensor.segments = tuple(s._replace(address=s.address + base) for s in tensor.segments)
-        for state in spec.states:
-            regions.append(Region.alloc(device, state.page_bytes * state.page_count))
-            state.address = regions[-1].address
+        regions += reserve_states(device, spec)
         plan = Plan(device, spec, graph=graph)
         yield lambda: _decode(plan)
     finally:

@@ -159,7 +159,7 @@ def _on_a_gpu(config: EngineConfig, sizes: Sizes, strategies: Sequence[str], lim
         if not config.ctx and longest >= min(LEAST, most):
             tokens, reason = longest, "what fits in memory"
         elif not config.force:
-            raise BudgetError(refusal(config, sizes, strategies, limits, cached))
+            raise BudgetError(_gpu_refusal(config, sizes, strategies, limits, cached))
         else:
             notices.append(f"--force: {'; '.join(f'{item.strategy}: {item.reason}' for item in at(most))}")
     if config.ctx > sizes.trained:
@@ -174,7 +174,7 @@ def _has_room(item: Estimate, share: float) -> bool:
     return all(demand.growing <= demand.room * share if demand.growing else demand.fits for demand in item.demands)
 
 
-def refusal(config: EngineConfig, sizes: Sizes, strategies: Sequence[str], limits: Limits, cached: int = 0) -> str:
+def _gpu_refusal(config: EngineConfig, sizes: Sizes, strategies: Sequence[str], limits: Limits, cached: int) -> str:
     """What is needed, what there is, and what exactly would help, in one line."""
     tokens = config.ctx or min(sizes.trained, LEAST)
     needs = sizes.needs(tokens, cached)
@@ -268,7 +268,7 @@ def choose_context(
     if requested:
         notices = []
         if need(requested) > available:
-            problem = _refusal(requested, need, available, budget)
+            problem = _cpu_refusal(requested, need, available, budget)
             if not force:
                 raise BudgetError(problem)
             notices.append(f"--force: {problem}")
@@ -287,7 +287,7 @@ def choose_context(
     fits = _longest(most, lambda ctx: need(ctx) <= bound)
     least = min(LEAST, most)
     if fits < least:
-        problem = _refusal(least, need, bound, budget)
+        problem = _cpu_refusal(least, need, bound, budget)
         if not force:
             raise BudgetError(problem)
         return ContextChoice(least, "the least", (f"--force: {problem}",))
@@ -317,7 +317,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _refusal(tokens: int, need: Callable[[int], int], bound: int, budget: bool) -> str:
+def _cpu_refusal(tokens: int, need: Callable[[int], int], bound: int, budget: bool) -> str:
     longest = _longest(tokens, lambda ctx: need(ctx) <= bound)
     remedies = [f"use ctx {longest}"] if longest else []
     remedies += ["use kv_type f16 where it is f32, q8_0 where it is f16", "lower parallel or batch"]

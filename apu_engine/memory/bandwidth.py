@@ -89,7 +89,8 @@ class _Taken(list[Rate]):
 
 def measure(job: Job, threads: int, tell: OnRate = lambda rate: None) -> Bandwidths:
     """All figures of the CPU with 1 to `threads` workers (0: as the engine chooses), and of `job`'s device where that
-    is a GPU; on slices of its files. `tell` gets each figure as it comes. A part that fails is a figure with a problem.
+    is a GPU; on slices of its files. `tell` gets each figure as it comes. A part of the GPU's that fails is a figure
+    with a problem; raises MappingError, NativeError and LoadCancelled for the CPU's.
     """
     taken = _Taken(tell)
     found = Bandwidths(time.time(), str(job.files[0]))

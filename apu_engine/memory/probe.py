@@ -323,7 +323,10 @@ def _measure(job: Job, way: Way, slices: Sequence[_Slice], mappings: list[Mappin
         found = device.checksum(address, end - item.first)
         first = time.monotonic() - begin
         if found != item.sum:
-            raise Refused(f"the device reads other bytes than the file holds ({found:#x}, expected {item.sum:#x})")
+            raise Refused(
+                f"the device reads other bytes at {item.first:,} of {item.file.name} than the file holds: "
+                f"expected sum {item.sum:#x}, found {found:#x}"
+            )
         if item is slices[0]:
             timed = address
             begin = time.monotonic()
@@ -438,7 +441,9 @@ def _key(job: Job) -> str:
 
 
 def identity(props: DeviceProps, file: Path) -> str:
-    """What a measurement holds for: device, driver, kernel and the file system that `file` is on."""
+    """What a measurement holds for: device, driver, kernel and the file system that `file` is on. Raises OSError where
+    there is no such file.
+    """
     return "; ".join(
         (
             f"{props.kind} {props.arch} {props.name}",

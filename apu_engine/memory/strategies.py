@@ -92,7 +92,7 @@ class Weights:
         self._copies: list[NDArray[np.uint8]] = []
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
-        """Where a tensor is."""
+        """Where a tensor's rows are on the device. Raises ModelError when one of them is not wholly there."""
         return segments(ref, self.placed)
 
     @property
@@ -290,7 +290,7 @@ def _check_in_place(job: Job, weights: Weights, mappings: dict[tuple[int, int], 
 
 
 def check_sum(device: Device, item: Placed, offset: int, nbytes: int, expected: int, path: Path) -> None:
-    """Raises Refused unless the device reads what the file holds."""
+    """Raises Refused unless the device's sum over `nbytes` at file offset `offset` of a part is `expected`."""
     found = device.checksum(item.address + offset - item.part.begin, nbytes)
     if found != expected:
         raise Refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apu_engine.plan.builder import PlanBuilder, Rope
-from apu_engine.plan.plan import Event, Plan
+from apu_engine.plan.plan import Event, Plan, reserve_states
 from apu_engine.plan.spec import Limits, PlanSpec, State, Tensor
 from apu_engine.plan.step import HIDDEN, LOGITS, MAX_TOP, SAMPLE, TOP, Step
 from apu_engine.plan.weights import OfflineBinder
@@ -24,4 +24,5 @@ __all__ = [
     "State",
     "Step",
     "Tensor",
+    "reserve_states",
 ]

@@ -11,12 +11,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine._native import NONE, PAGE_TOKENS, Device, WaitTimeout, check, ffi, lib
+from apu_engine._native import NONE, PAGE_TOKENS, Device, Region, WaitTimeout, check, ffi, lib
 from apu_engine.errors import ApuError
 from apu_engine.plan.spec import PlanSpec, Tensor
 from apu_engine.plan.step import MAX_TOP, Step
 
 _SLICE_US = 100_000  # how long a wait stays away from Python, so that Ctrl-C is handled
+
+
+def reserve_states(device: Device, spec: PlanSpec) -> list[Region]:
+    """Memory of `device` for the states of `spec`, whose addresses it sets; free it after the plan.
+
+    Raises NativeError when the device has too little; then nothing is kept.
+    """
+    regions: list[Region] = []
+    try:
+        for state in spec.states:
+            regions.append(Region.alloc(device, state.page_bytes * state.page_count))
+            state.address = regions[-1].address
+    except BaseException:
+        for region in regions:
+            region.free()
+        raise
+    return regions
 
 
 class Event:

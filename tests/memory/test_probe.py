@@ -91,7 +91,7 @@ def test_ways_that_fail(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = probe(job(memory, file, monkeypatch))
     problems = {way.name: way.problem for way in result.ways}
     assert problems["svm"] == "device hip: HSA_STATUS_ERROR (0x1000)"
-    assert "reads other bytes than the file holds" in problems["advise"]
+    assert "reads other bytes at 0 of m.gguf than the file holds: expected sum 0x" in problems["advise"]
     assert problems["lock"] == "12,288 bytes of the file became anonymous memory: pages were copied"
     assert problems["register"] == ""
     assert names(choose(result)) == ["registered (way D)", "staged"]
