@@ -33,6 +33,7 @@ from apu_engine._native import PAGE_TOKENS, Device, lib
 from apu_engine.cli import standard_streams
 from apu_engine.errors import ApuError, ConfigError
 from apu_engine.memory.budget import human_bytes
+from apu_engine.memory.footprint import Finding
 from apu_engine.plan import LOGITS, SAMPLE, TOP, Limits, Plan
 from apu_engine.plan.builder import ROPE_HALVES, PlanBuilder, Rope
 
@@ -61,12 +62,6 @@ FILLER = (
     "Two children carried a basket of apples up the hill.",
     "The train left the station a little later than planned.",
 )
-
-
-@dataclass
-class Check:
-    ok: bool
-    text: str
 
 
 @dataclass
@@ -195,7 +190,7 @@ class Reader:
         return 1e3 * float(np.median(times))
 
 
-def read_twice(llm: LLM, questions: bool) -> tuple[list[Point], list[Check]]:
+def read_twice(llm: LLM, questions: bool) -> tuple[list[Point], list[Finding]]:
     tokens = text_of(llm) if questions else random_ids(llm)
     last = len(tokens) - 1
     reader = Reader(llm)
@@ -215,7 +210,7 @@ def read_twice(llm: LLM, questions: bool) -> tuple[list[Point], list[Check]]:
     again = Reader(llm)
     again.read(tokens, 0, last)
     same = np.array_equal(first.view(np.uint32), again.forward(tokens[last:], last, [0]).view(np.uint32))
-    checks.append(Check(bool(same), f"read again: the logits after {len(tokens):,} tokens have the same bits"))
+    checks.append(Finding(bool(same), f"read again: the logits after {len(tokens):,} tokens have the same bits"))
     return points, checks
 
 
@@ -256,7 +251,7 @@ def text_of(llm: LLM) -> list[int]:
     return ids
 
 
-def ask(reader: Reader, position: int, depth: float, question: str, expected: str) -> Check:
+def ask(reader: Reader, position: int, depth: float, question: str, expected: str) -> Finding:
     """The hidden number must be the likeliest of all numbers after the question."""
     asked = reader.llm.tokenize(question, add_special=False)
     scores, said = {}, False
@@ -270,13 +265,13 @@ def ask(reader: Reader, position: int, depth: float, question: str, expected: st
     best = max(scores, key=lambda number: scores[number])
     how = "word for word" if said else f"log-probability {scores[expected]:.2f}"
     text = f"the number hidden at {depth:.0%}:{expected} expected,{best} likeliest of {len(scores)}, {how}"
-    return Check(best == expected, text)
+    return Finding(best == expected, text)
 
 
 # ---------------------------------------------------------------- plans made here
 
 
-def attention(device: Device, dtype: int) -> Check:
+def attention(device: Device, dtype: int) -> Finding:
     """Stores STORED random tokens by a layer's rotation and looks back over them with one more."""
     heads, kv_heads, size, width, base = 8, 2, 64, 64, 10000.0
     dims = {"D": width, "H": heads, "K": kv_heads, "d": size, "V": 512}
@@ -316,7 +311,7 @@ def attention(device: Device, dtype: int) -> Check:
     error = float(np.abs(found - expected).max() / np.abs(expected).max())
     name = {lib.APU_F32: "F32", lib.APU_F16: "F16"}[dtype]
     text = f"attention over {STORED:,} tokens, {name}: off by {error:.1e} of the largest value"
-    return Check(error < KV_ERROR[dtype], text)
+    return Finding(error < KV_ERROR[dtype], text)
 
 
 def out_op(plan: Plan, tensor: int) -> int:
@@ -351,7 +346,7 @@ def attended(
     return np.concatenate(out)
 
 
-def selection(device: Device) -> Check:
+def selection(device: Device) -> Finding:
     """The largest logits of many rows, in order; many of them are equal."""
     rng = np.random.default_rng(4)
     dims = {"D": 64, "V": VOCABULARY}
@@ -376,7 +371,7 @@ def selection(device: Device) -> Check:
             )
     took = f"{1e3 * seconds:.1f} ms with them"
     text = f"the {LARGEST} largest of {VOCABULARY:,} logits, {ROWS} rows, in exact order ({took})"
-    return Check(not wrong, text + (f": {wrong} rows differ" if wrong else ""))
+    return Finding(not wrong, text + (f": {wrong} rows differ" if wrong else ""))
 
 
 if __name__ == "__main__":

@@ -416,7 +416,7 @@ class LLM:
             effort = self.config.reasoning_effort
         template, variables = template.for_effort(effort, options)
         if options:
-            _check_template_options(options, template.variables())
+            check_template_options(options, template.variables())
         options |= variables
         prompt = template.render(messages, **options)
         block = find_block(prompt, template.source, self.tokenizer.control_tokens)
@@ -483,8 +483,10 @@ class LLM:
         )
 
 
-def _check_template_options(options: Mapping[str, Any], reads: frozenset[str]) -> None:
-    """Refuses what would be ignored."""
+def check_template_options(options: Mapping[str, Any], reads: frozenset[str]) -> None:
+    """Raises ConfigError for a template option that would be ignored; `reads` are the variables that the template looks
+    up.
+    """
     known = reads | {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
     for name in options:
         if name not in known:

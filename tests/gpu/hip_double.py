@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shim import CACHE, KERNELS, _compiler, compile_kernels
+from shim import CACHE, KERNELS, compile_kernels, find_compiler
 
 SOURCES = Path(__file__).with_name("double")
 LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs", "registrations", "range_bytes")
@@ -24,7 +24,7 @@ TOTALS = ("most_device_bytes", "most_pinned_bytes", "copied_bytes", "pageable_by
 
 def shared_object(name: str, sources: Iterable[Path], headers: Iterable[Path], flags: Sequence[str] = ()) -> Path:
     """Compiled once for each content; `flags` are the linker's too."""
-    compiler, headers = _compiler(), list(headers)
+    compiler, headers = find_compiler(), list(headers)
     options = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     options += ["-Wno-missing-field-initializers", "-pthread", *(flag for flag in flags if not flag.startswith("-Wl,"))]
     with ThreadPoolExecutor(2) as pool:

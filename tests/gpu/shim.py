@@ -64,7 +64,7 @@ class ShimError(RuntimeError):
     """A launch failed, or wrote outside of a buffer."""
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
     for candidate in (os.environ.get("CXX"), "g++", "clang++", "c++", "clang++-19"):
         if candidate and shutil.which(candidate):
             return candidate
@@ -79,7 +79,7 @@ def _flags() -> tuple[str, ...]:
     flags += ["-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero"]
     flags += [
         "-fsanitize-undefined-trap-on-error"
-        if "clang" not in _compiler()
+        if "clang" not in find_compiler()
         else "-fsanitize-trap=alignment,bounds,shift-exponent,integer-divide-by-zero"
     ]
     cpu = Path("/proc/cpuinfo")
@@ -97,11 +97,11 @@ def compile_kernels(file: str | Path, wave: int = 32, defines: tuple[str, ...] =
     """
     path = KERNELS / file
     flags = [*_flags(), f"-DAPU_SHIM_WAVE={wave}", *(f"-D{d}" for d in defines)]
-    pre = subprocess.run([_compiler(), "-x", "c++", "-E", *flags, str(path)], capture_output=True, text=True)
+    pre = subprocess.run([find_compiler(), "-x", "c++", "-E", *flags, str(path)], capture_output=True, text=True)
     if pre.returncode:
         raise ShimError(f"{file}: {pre.stderr}")
     text = re.sub(r"^#.*$", "", pre.stdout, flags=re.M)
-    key = hashlib.sha256("\0".join([_compiler(), *flags, text]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([find_compiler(), *flags, text]).encode()).hexdigest()[:16]
     out = CACHE / f"{path.stem}-w{wave}-{key}.so"
     if not out.exists():
         entries = "".join(
@@ -113,7 +113,7 @@ def compile_kernels(file: str | Path, wave: int = 32, defines: tuple[str, ...] =
         with tempfile.TemporaryDirectory(dir=CACHE) as tmp:
             source, made = Path(tmp) / f"{path.stem}.ii", Path(tmp) / "k.so"
             source.write_text(pre.stdout + table)
-            command = [_compiler(), "-shared", *flags, "-o", str(made), str(source)]
+            command = [find_compiler(), "-shared", *flags, "-o", str(made), str(source)]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 raise ShimError(f"{file}: {run.stderr}")

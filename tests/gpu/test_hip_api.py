@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import real_hip
-from shim import ROOT, _compiler
+from shim import ROOT, find_compiler
 
 API = ROOT / "native" / "gpu" / "hip_api.h"
 HSA = ROOT / "native" / "gpu" / "hsa_api.h"
@@ -130,7 +130,7 @@ def test_numbers_and_signatures_are_the_published_headers(packages: Path, tmp_pa
     source = tmp_path / "checks.cpp"
     source.write_text(checks + old + (OLD.replace("OUR_PROPS", "PropsR0600") if new else ""))
     includes = [f"-I{packages / 'usr/include'}", f"-I{ROOT / 'native'}"]
-    run = subprocess.run([_compiler(), "-std=c++20", "-fsyntax-only", "-w", *includes, source], capture_output=True)
+    run = subprocess.run([find_compiler(), "-std=c++20", "-fsyntax-only", "-w", *includes, source], capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
 
 
@@ -184,7 +184,7 @@ def test_hsa_is_as_its_headers_say(packages: Path, tmp_path: Path) -> None:
     source = tmp_path / "checks.cpp"
     source.write_text(HSA_CHECKS)
     includes = [f"-I{packages / 'usr/include'}", f"-I{ROOT / 'native'}"]
-    run = subprocess.run([_compiler(), "-std=c++20", "-fsyntax-only", "-w", *includes, source], capture_output=True)
+    run = subprocess.run([find_compiler(), "-std=c++20", "-fsyntax-only", "-w", *includes, source], capture_output=True)
     assert run.returncode == 0, run.stderr.decode()
 
 
@@ -215,4 +215,4 @@ def test_the_properties_of_rocm_6(tmp_path: Path) -> None:
     lines = [f"static_assert(offsetof(apu::gpu::hip::PropsR0600, {f}) == {at});" for f, at in R0600.items()]
     lines.append("static_assert(sizeof(apu::gpu::hip::PropsR0600) == 1472);")
     source.write_text("#include <gpu/hip_api.h>\n" + "\n".join(lines))
-    subprocess.run([_compiler(), "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'native'}", source], check=True)
+    subprocess.run([find_compiler(), "-std=c++20", "-fsyntax-only", f"-I{ROOT / 'native'}", source], check=True)

@@ -21,7 +21,7 @@ from aiohttp import web
 from apu_engine.config import EngineConfig
 from apu_engine.engine.engine import Engine, StepCancelled
 from apu_engine.engine.job import ContextLengthError, SamplingParams, TokenEvent
-from apu_engine.engine.llm import ChatPrompt, _check_template_options
+from apu_engine.engine.llm import ChatPrompt, check_template_options
 from apu_engine.engine.scheduler import Chunk
 from apu_engine.errors import MappingError
 from apu_engine.server.app import Service, make_runner
@@ -130,7 +130,7 @@ class FakeLLM:
         self, messages: list[dict[str, Any]], reasoning_effort: str | None, options: dict[str, Any]
     ) -> ChatPrompt:
         self.render()
-        _check_template_options(options, frozenset({*self.reads, "enable_thinking"}))
+        check_template_options(options, frozenset({*self.reads, "enable_thinking"}))
         variables = thinking_variables(reasoning_effort, self.template, self.reads, options)
         self.rendered = {**options, **variables}
         block = None if self.rendered.get("enable_thinking") is False else self.block
