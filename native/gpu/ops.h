@@ -79,6 +79,8 @@ std::unique_ptr<Op> make_rms_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_matmul(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_head_matmul(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);

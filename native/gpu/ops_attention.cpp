@@ -1,8 +1,9 @@
-// ATTENTION: which kernels take a step's sequences, and the memory that they share.
+// ATTENTION and LATENT_ATTENTION: which kernels take a step's sequences, and the memory that they share.
 //
 // F16 and Q8_0 caches of heads of 32 to 256 go through matrix tiles: sequences with up to kFewRows rows in the step in
 // spans of their contexts, the others in blocks of rows. Everything else goes through FMA, in spans. Which kernel a row
-// meets depends on its own sequence alone, never on the rest of the step.
+// meets depends on its own sequence alone, never on the rest of the step. LATENT_ATTENTION goes through FMA, in shorter
+// spans.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/ops.h"
 
@@ -46,10 +47,11 @@ bool aligned16(const PagedState &s) {
 
 class Attention final : public Op {
 public:
-  Attention(Builder &b, const apu_op &op) {
+  Attention(Builder &b, const apu_op &op) : latent_(op.kind == APU_OP_LATENT_ATTENTION) {
     args_.step = b.step();
     args_.k_state = b.paged(op.state[0]);
-    args_.v_state = b.paged(op.state[1]);
+    args_.v_state = b.paged(op.state[latent_ ? 0 : 1]);
+    if (latent_) args_.v_state.head_size = uint32_t(op.i[0]);
     args_.q = b.scratch(op.in[0]);
     args_.sinks = b.vector(op.w[0]);
     args_.out = b.scratch(op.out[0]);
@@ -59,7 +61,10 @@ public:
     args_.group = args_.heads / args_.k_state.heads;
     args_.max_sequences = b.info().max_sequences;
     most_blocks_ = kBlocksOfUnit * std::max(b.props().compute_units, 1u);
-    choose(b);
+    if (latent_)
+      choose_latent(b);
+    else
+      choose(b);
     reserve(b, uint32_t(op.state[0]));
   }
 
@@ -114,6 +119,23 @@ private:
     args_.min_rows = 1;
   }
 
+  void choose_latent(Builder &b) {
+    const PagedState &c = args_.k_state;
+    const uint32_t d = c.head_size;
+    auto bytes = [&](uint32_t vectors) {
+      return uint32_t(sizeof(float)) *
+             (vectors * (d + args_.v_state.head_size + 3) + kPageRows * kLatentVectors + kLatentFront);
+    };
+    uint32_t vectors = kLatentVectors;
+    while (vectors > 1 && bytes(vectors) > kFmaLds) vectors /= 2;
+    split(args_, vectors);
+    span_threads_ = kFmaThreads, span_lds_ = bytes(vectors);
+    const char *type = c.dtype == APU_F32 ? "f32" : c.dtype == APU_F16 ? "f16" : "q8_0";
+    span_ = b.kernel(std::string("latent_attention_") + (aligned16(c) && d % 8 == 0 ? type : "any"), span_lds_);
+    args_.min_rows = 1;
+    args_.max_rows = ~0u;
+  }
+
   static void split(AttentionArgs &args, uint32_t vectors) {
     args.chunk_heads = std::min(args.group, vectors);
     args.chunk_rows = vectors / args.chunk_heads;
@@ -132,8 +154,9 @@ private:
     return uint32_t(std::min<uint64_t>(rows, args_.max_sequences * of_sequence));
   }
 
+  uint32_t span() const { return latent_ ? kLatentSpan : kSpan; }
   uint32_t spans(uint32_t context) const {
-    const uint32_t all = (context + kSpan - 1) / kSpan, window = args_.k_state.window;
+    const uint32_t all = (context + span() - 1) / span(), window = args_.k_state.window;
     // The rows of a sequence look back from at most kFewRows positions.
     return window && rows_.function ? std::min(all, (window + kFewRows) / kSpan + 2) : all;
   }
@@ -145,13 +168,14 @@ private:
     // As many as all pages of the state need for the chunks of kFewRows rows, and what the longest context needs alone.
     const uint64_t pages = info.states[state].d.page_count, sequences = std::min(args_.max_sequences, kFewRows);
     const uint64_t chunks = (units(kFewRows) + sequences - 1) / sequences, all = units(info.max_rows) * longest;
-    const uint64_t wanted = std::min<uint64_t>(all, chunks * (pages * kPageRows / kSpan + 2 * sequences));
+    const uint64_t wanted = std::min<uint64_t>(all, chunks * (pages * kPageRows / span() + 2 * sequences));
     const uint64_t bytes = args_.slot_floats * sizeof(float), most = kMostPartBytes / bytes;
     args_.slots = uint32_t(std::max(std::min(wanted * heads, most), longest * heads));
     b.reserve(Scratch::partial, args_.slots * bytes);
     b.reserve(Scratch::counters, uint64_t(info.max_rows) * heads * sizeof(u32));
   }
 
+  bool latent_;
   AttentionArgs args_{}; // of the kernel by spans
   Kernel span_, rows_;   // rows_ is null where spans are for all
   uint32_t span_threads_ = 0, span_lds_ = 0, rows_lds_ = 0;

@@ -1,4 +1,5 @@
-// ROPE_STORE: one kernel, a wave for each head of q, k and v; see kernels/rope.hip.
+// ROPE_STORE: one kernel, a wave for each head of q, k and v; LATENT_STORE, a wave for each head of q and one for the
+// row that is stored. See kernels/rope.hip.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/ops.h"
 #include "plan/rope.h"
@@ -8,6 +9,16 @@
 
 namespace apu::gpu {
 namespace {
+
+template <class Args> void set_turns(Builder &b, const apu_op &op, Args &args) {
+  std::vector<double> turns = rope_frequencies(op, nullptr);
+  for (double &t : turns) t *= 2 / M_PI;
+  args.turns = static_cast<const double *>(b.constant(turns.data(), turns.size() * sizeof(double)));
+  args.factors = b.vector(op.w[2]);
+  args.magnitude = op.f[4];
+  args.pairs = uint32_t(turns.size());
+  args.halves = op.i[1] == APU_ROPE_HALVES;
+}
 
 class RopeStore final : public Op {
 public:
@@ -22,15 +33,7 @@ public:
     args_.k_norm = b.vector(op.w[1]);
     args_.eps = op.f[0];
     args_.heads = uint32_t(b.info().tensor(op.in[0])->inner / args_.k_state.head_size);
-    if (op.i[0] > 0) {
-      std::vector<double> turns = rope_frequencies(op, nullptr);
-      for (double &t : turns) t *= 2 / M_PI;
-      args_.turns = static_cast<const double *>(b.constant(turns.data(), turns.size() * sizeof(double)));
-      args_.factors = b.vector(op.w[2]);
-      args_.magnitude = op.f[4];
-      args_.pairs = uint32_t(turns.size());
-      args_.halves = op.i[1] == APU_ROPE_HALVES;
-    }
+    if (op.i[0] > 0) set_turns(b, op, args_);
     waves_ = kRopeThreads / b.props().wave_size;
     lds_ = uint32_t(sizeof(float)) *
            (2 * args_.pairs + waves_ * std::max(args_.k_state.head_size, args_.v_state.head_size));
@@ -48,7 +51,38 @@ private:
   uint32_t waves_, lds_;
 };
 
+class LatentStore final : public Op {
+public:
+  LatentStore(Builder &b, const apu_op &op) {
+    args_.step = b.step();
+    args_.state = b.paged(op.state[0]);
+    args_.q = b.scratch(op.in[0]);
+    args_.c = b.scratch(op.in[1]);
+    args_.norm = b.vector(op.w[0]);
+    args_.eps = op.f[0];
+    args_.heads = uint32_t(op.i[3]);
+    args_.q_size = uint32_t(b.info().tensor(op.in[0])->inner / args_.heads);
+    set_turns(b, op, args_);
+    waves_ = kRopeThreads / b.props().wave_size;
+    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + args_.state.head_size);
+    kernel_ = b.kernel("latent_store", lds_);
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket) const override {
+    launcher.launch(kernel_, {bucket.rows, args_.heads / waves_ + 1}, kRopeThreads, args_, lds_);
+  }
+
+private:
+  Kernel kernel_;
+  LatentStoreArgs args_{};
+  uint32_t waves_, lds_;
+};
+
 } // namespace
+
+std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op) {
+  return std::make_unique<LatentStore>(builder, op);
+}
 
 std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op) {
   return std::make_unique<RopeStore>(builder, op);

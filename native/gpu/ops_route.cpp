@@ -27,6 +27,10 @@ public:
     args_.divide = op.i[1] != 0;
     args_.scale = op.f[1];
     args_.floor = op.f[2];
+    args_.bias = b.vector(op.w[2]);
+    args_.groups = uint32_t(op.i[2]);
+    args_.groups_used = uint32_t(op.i[3]);
+    args_.group_sum2 = op.i[4] == APU_GROUP_SUM2;
     const uint32_t experts = args_.router.rows;
     args_.parts = std::min(kRouteThreads / wave_, d >= 4096 || (d >= 1024 && experts <= 128) ? 8u
                                                   : d >= 2048                                ? 4u

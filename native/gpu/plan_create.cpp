@@ -4,6 +4,7 @@
 #include "gpu/plan.h"
 
 #include "cpu/kernels.h"
+#include "gpu/kernels/route.h"
 
 #include <cstring>
 
@@ -131,7 +132,10 @@ MakeOp maker(uint32_t kind) {
   case APU_OP_RMS_NORM: return make_rms_norm;
   case APU_OP_MATMUL: return make_matmul;
   case APU_OP_ROPE_STORE: return make_rope_store;
-  case APU_OP_ATTENTION: return make_attention;
+  case APU_OP_ATTENTION:
+  case APU_OP_LATENT_ATTENTION: return make_attention;
+  case APU_OP_LATENT_STORE: return make_latent_store;
+  case APU_OP_HEAD_MATMUL: return make_head_matmul;
   case APU_OP_GATHER_NORM: return make_gather_norm;
   case APU_OP_ROUTE: return make_route;
   case APU_OP_EXPERTS: return make_experts;
@@ -141,11 +145,9 @@ MakeOp maker(uint32_t kind) {
 
 // What describe() lets pass and no kernel does. Kernels count rows by the step; nothing emits the other kind.
 apu_status check_supported(const PlanInfo &info, const std::string &label, const apu_op &op) {
-  const bool latent =
-      op.kind == APU_OP_LATENT_STORE || op.kind == APU_OP_HEAD_MATMUL || op.kind == APU_OP_LATENT_ATTENTION;
-  if (latent || (op.kind == APU_OP_ROUTE && (op.w[2] != APU_NONE || op.i[2] > 0)))
-    return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op%s; use --device cpu", label.c_str(),
-                latent ? "" : " with a bias or groups of experts");
+  if (op.kind == APU_OP_ROUTE && op.i[2] > int32_t(kRouteGroups))
+    return fail(APU_E_UNSUPPORTED, "%s: i2 (groups) is %d, GPU kernels have at most %u; use --device cpu",
+                label.c_str(), op.i[2], kRouteGroups);
   const Tensor *in = info.tensor(op.in[0]);
   if (in && in->d.rows == APU_ROWS_FIXED)
     return fail(APU_E_UNSUPPORTED, "%s: in0 \"%s\" has a fixed number of rows, expected the step's or its outputs'",

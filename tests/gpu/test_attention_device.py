@@ -34,14 +34,16 @@ class Case:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
-    kind: str = "fma"  # or span, rows: kernels on tiles
+    kind: str = "fma"  # or span, rows: kernels on tiles; latent: keys that begin with the values
     wave: int = 32
     reverse: bool = False
     slots: int = 4096
     grid: int = 20
 
     def __post_init__(self) -> None:
-        if self.dtype == Q8_0 and self.kind != "fma":
+        if self.kind == "latent":
+            self.kv_heads, self.dv = 1, min(self.dv or self.d, self.d)
+        elif self.dtype == Q8_0 and self.kind != "fma":
             self.d = max(self.d, 64)  # less goes through FMA
         self.dv = self.dv or self.d
         rng = np.random.default_rng(self.d + self.heads)
@@ -49,14 +51,19 @@ class Case:
         self.q = rng.standard_normal((64, self.heads, self.d)).astype(np.float32) * 2
         shape = (PAGES, self.kv_heads, ROWS)
         self.k_bytes, self.k = pack(rng.standard_normal((*shape, self.d)).astype(np.float32), self.dtype, False)
-        self.v_bytes, self.v = pack(rng.standard_normal((*shape, self.dv)).astype(np.float32), self.dtype, True)
+        if self.kind == "latent":
+            self.v_bytes, self.v = self.k_bytes, self.k[..., : self.dv]
+        else:
+            self.v_bytes, self.v = pack(rng.standard_normal((*shape, self.dv)).astype(np.float32), self.dtype, True)
         self.sink = rng.standard_normal(self.heads).astype(np.float32) if self.sinks else None
         self.scale = self.d**-0.5
-        file = "attention.hip" if self.kind == "fma" else "attention_tile.hip"
+        file = {"fma": "attention.hip", "latent": "latent_attention.hip"}.get(self.kind, "attention_tile.hip")
         self.shim = shim_of(file, self.wave, self.reverse)
 
     @property
     def kernel(self) -> str:
+        if self.kind == "latent":
+            return f"latent_attention_{NAMES[self.dtype] if self.d % 8 == 0 else 'any'}"
         if self.kind == "fma":
             return "attention_f32" if self.dtype == F32 else "attention_any"
         exact = self.d == self.dv == self.most and (self.dtype == F16 or self.most <= 128)
@@ -74,6 +81,8 @@ class Case:
         """Vectors of a chunk, bytes of LDS."""
         if self.kind == "fma":
             return 8, 4 * (8 * (self.d + self.dv + ROWS + 3) + 1)
+        if self.kind == "latent":
+            return 8, 4 * (4 + 8 * (self.d + self.dv + ROWS + 3))
         waves = self.threads // self.wave
         stride = self.most // 32 % 2 * self.most or self.most + 32
         if self.kind == "rows":
@@ -139,7 +148,8 @@ class Case:
             written[np.array(span.table)[at // ROWS], :, at % ROWS] = True
         k, v = (np.where(written, x, value).astype(np.float32) for x in (self.k, self.v))
         with np.errstate(invalid="ignore"):
-            return pack(k, self.dtype, False)[0], pack(v, self.dtype, True)[0]
+            k_bytes = pack(k, self.dtype, False)[0]
+            return k_bytes, k_bytes if self.kind == "latent" else pack(v, self.dtype, True)[0]
 
     def expected(self, row: int, span: Span, position: int) -> NDArray[np.float64]:
         """(H, dv) of the row at `position`."""
@@ -163,7 +173,7 @@ class Case:
             for i in range(span.count):
                 expected = self.expected(row, span, span.position + i)
                 # Tiles: queries, exponentials and values of Q8_0 are rounded to halves; scores reach 15, values 4.
-                bound = 1e-5 if self.kind == "fma" else 6e-3
+                bound = 1e-5 if self.kind in FMA else 6e-3
                 np.testing.assert_allclose(found[row], expected, atol=bound, err_msg=f"row {row}, {span}")
                 row += 1
 
@@ -172,9 +182,10 @@ TABLE = np.random.default_rng(1).permutation(PAGES).tolist()
 A, B, C = TABLE[:17], TABLE[17:23], TABLE[23:]
 SMALL = [Span(0, 1, B), Span(1300, 3, A), Span(255, 1, C)]
 SHIMS = pytest.mark.parametrize("wave,reverse", [(32, False), (64, True)], ids=["w32", "w64r"])
+FMA = ("fma", "latent")
 KINDS = pytest.mark.parametrize(
     "dtype,kind",
-    [(F32, "fma"), (F16, "fma"), (F16, "span"), (F16, "rows"), (Q8_0, "fma"), (Q8_0, "span"), (Q8_0, "rows")],
+    [(t, kind) for t in (F32, F16, Q8_0) for kind in ("fma", "latent", "span", "rows") if t != F32 or kind in FMA],
     ids=lambda x: NAMES[x] if isinstance(x, int) else x,
 )
 
@@ -213,11 +224,32 @@ def test_heads_beyond_tiles(dtype: int, d: int, dv: int, wave: int, reverse: boo
 
 
 @SHIMS
+@pytest.mark.parametrize("dtype,d,dv", [(F32, 20, 7), (F16, 21, 21), (F16, 576, 512), (Q8_0, 96, 65)])
+def test_latent_rows(dtype: int, d: int, dv: int, wave: int, reverse: bool) -> None:
+    for heads in (1, 3, 16):
+        Case(dtype, kind="latent", heads=heads, d=d, dv=dv, wave=wave, reverse=reverse).check(SMALL, unwritten=np.nan)
+
+
+@SHIMS
 @KINDS
 def test_boundaries(dtype: int, kind: str, wave: int, reverse: bool) -> None:
     """Contexts that end at and around tiles, pages and spans; what lies behind them is not a number."""
     case = Case(dtype, kind=kind, d=64, wave=wave, reverse=reverse)
-    for position in (0, 30, 31, 32, ROWS - 1, ROWS, SPAN - 1, SPAN, SPAN + 31, 2 * SPAN - 1, 2 * SPAN):
+    for position in (
+        0,
+        30,
+        31,
+        32,
+        ROWS - 1,
+        ROWS,
+        SPAN // 4 - 1,
+        SPAN // 4,
+        SPAN - 1,
+        SPAN,
+        SPAN + 31,
+        2 * SPAN - 1,
+        2 * SPAN,
+    ):
         case.check([Span(position, 1, A)], unwritten=np.nan)
 
 

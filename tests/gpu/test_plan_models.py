@@ -14,17 +14,24 @@ from numpy.typing import NDArray
 
 from apu_engine._native import Device, lib
 from apu_engine.plan import SAMPLE
-from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf, write
+from models import TinyModel, tiny_deepseek2_gguf, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf, write
 
 TOLERANCE = 1e-4
 IDS = np.random.default_rng(5).integers(0, 320, 64).tolist()
 NEW = 24  # tokens that are decoded
+V3: dict[str, Any] = {"sigmoid": True, "groups": 4, "groups_used": 2, "experts": 16}
 
 MODELS: dict[str, tuple[Callable[..., TinyModel], dict[str, Any], Callable[..., Any]]] = {
     "llama": (tiny_llama_gguf, {"bias": True}, reference.llama),
     "gemma3": (tiny_gemma3_gguf, {"V": 512}, reference.gemma3),
     "qwen3": (tiny_qwen3_gguf, {"tied": True}, reference.qwen3),
     "qwen3moe": (tiny_qwen3_gguf, {"experts": 8}, reference.qwen3),
+    "deepseek2": (tiny_deepseek2_gguf, V3, reference.deepseek),
+    "deepseek2-lite": (
+        tiny_deepseek2_gguf,
+        {"q_rank": 0, "groups": 4, "groups_used": 2, "experts": 16},
+        reference.deepseek,
+    ),
 }
 
 

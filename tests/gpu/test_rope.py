@@ -134,3 +134,75 @@ def test_against_numpy(options: dict[str, Any], wave: int, reverse: bool) -> Non
         kept = np.ones(found.shape[:3], bool)
         kept[pages, :, offsets] = False
         assert np.array_equal(found[kept], real[kept])
+
+
+@pytest.mark.parametrize("wave,reverse", [(32, False), (32, True), (64, False), (64, True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": F16, "halves": True, "heads": 16, "factors": True},
+        {"dtype": Q8_0, "d": 96, "rotary": 32, "magnitude": 1.2},
+        {"dtype": F16, "d": 42, "rotary": 10, "q_size": 11, "heads": 1},
+        {"dtype": Q8_0, "d": 576, "rotary": 64, "q_size": 192, "heads": 7, "base": 40_000},
+    ],
+    ids=str,
+)
+def test_latent_rows(options: dict[str, Any], wave: int, reverse: bool) -> None:
+    o: dict[str, Any] = {"dtype": F32, "heads": 4, "d": 48, "rotary": 16, "q_size": 40, **options}
+    dtype, heads, d, q_size, pairs = o["dtype"], o["heads"], o["d"], o["q_size"], o["rotary"] // 2
+    halves, magnitude, base = o.get("halves", False), o.get("magnitude", 1.0), o.get("base", 0)
+    rank = d - 2 * pairs
+    shim, rng = shim_of(wave, reverse), np.random.default_rng(4)
+    shim.clear()
+    spans = [Span(base + ROWS - 2, 5, [0] * (base // ROWS) + [4, 1]), Span(base + 31, 1, [0] * (base // ROWS) + [2])]
+    at = [(s.table[p // ROWS], p) for s in spans for p in range(s.position, s.position + s.count)]
+    rows, grid, positions = len(at), len(at) + 2, np.array([p for _, p in at])
+    q = rng.standard_normal((rows, heads, q_size)).astype(np.float32)
+    c = rng.standard_normal((rows, d)).astype(np.float32)
+    weight = rng.standard_normal(rank).astype(np.float32)
+    frequency = 10000.0 ** (-np.arange(pairs) / pairs)
+    factors = rng.uniform(1, 8, pairs).astype(np.float32) if o.get("factors") else None
+    old, real = pack(rng.standard_normal((PAGES, 1, ROWS, d)).astype(np.float32), dtype, False)
+    state = shim.input(old, readonly=False)
+
+    def padded(x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return np.concatenate([x, np.full((grid - rows, *x.shape[1:]), np.nan, np.float32)])
+
+    q_buffer = shim.input(padded(q), readonly=False)
+    args = shim.args(
+        "LatentStoreArgs",
+        step=make_step(shim, spans, rows_bucket=grid),
+        state=state_args(shim, state, old.shape[1], 1, d, dtype),
+        q=q_buffer,
+        c=shim.input(padded(c)),
+        norm=shim.input(weight),
+        turns=shim.input(frequency * 2 / np.pi),
+        factors=0 if factors is None else shim.input(factors),
+        eps=1e-6,
+        magnitude=magnitude,
+        heads=heads,
+        q_size=q_size,
+        pairs=pairs,
+        halves=halves,
+    )
+    shim.launch("latent_store", (grid, heads // (256 // wave) + 1, 1), 256, args, 4 * (2 * pairs + d))
+
+    angles = frequency / (1 if factors is None else factors.astype(np.float64))
+
+    def rotated(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        return magnitude * rotate(x, positions, angles, halves)
+
+    expected_q, latent = q.astype(np.float64), c.astype(np.float64)[:, None]
+    expected_q[..., q_size - 2 * pairs :] = rotated(expected_q[..., q_size - 2 * pairs :])
+    expected = np.concatenate([norm(latent[..., :rank], weight, 1e-6), rotated(latent[..., rank:])], -1)
+    np.testing.assert_allclose(q_buffer.array[:rows], expected_q, atol=8e-6)
+    assert np.array_equal(q_buffer.array[:rows, :, : q_size - 2 * pairs], q[..., : q_size - 2 * pairs])
+    assert np.isnan(q_buffer.array[rows:]).all()
+    pages, offsets = np.array([p for p, _ in at]), positions % ROWS
+    found = unpack(state.array, 1, d, dtype, False)
+    bound = {F32: 2e-6, F16: 2**-11 * 1.01, Q8_0: 0.502 / 127}[dtype] * np.abs(expected).max()
+    np.testing.assert_allclose(found[pages, :, offsets], expected, atol=bound)
+    kept = np.ones(found.shape[:3], bool)
+    kept[pages, :, offsets] = False
+    assert np.array_equal(found[kept], real[kept])

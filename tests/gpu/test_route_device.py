@@ -199,3 +199,41 @@ def test_a_broken_row_still_goes_to_k_experts(shims: list[Shim]) -> None:
         ids, weights = choose(shim, logits, 40, softmax=0)
         assert ids[0].tolist() == list(range(40)) and np.isnan(weights[0]).sum() == 1
         assert 7 not in choose(shim, logits, 39, softmax=0)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "used", "sum2"),
+    [
+        (16, 3, 4, 2, 1),
+        (160, 6, 8, 3, 0),
+        (256, 8, 8, 4, 1),
+        (256, 8, 256, 9, 0),
+        (640, 8, 8, 3, 1),
+        (1100, 20, 1, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("softmax", [0, 1])
+@pytest.mark.parametrize("biased", [False, True])
+def test_choice_within_groups(
+    shims: list[Shim], experts: int, k: int, groups: int, used: int, sum2: int, softmax: int, biased: bool
+) -> None:
+    rng = np.random.default_rng(experts)
+    logits = rng.standard_normal((4, experts)).astype(np.float32) * 3
+    logits[1] = logits[1, 0]  # equals: the lower groups and ids
+    logits[2, ::3] = np.nan if not softmax else logits[2, 0]
+    bias = rng.standard_normal(experts).astype(np.float32) * np.float32(0.05 if softmax else 0.4)
+    score = 1 / (1 + np.exp(-logits))
+    if softmax:
+        score = np.exp(logits - logits.max(1, keepdims=True))
+        score /= score.sum(1, keepdims=True)
+    rank = np.where(np.isnan(score), -np.inf, score + (bias if biased else 0)).astype(np.float32)
+    parts = np.sort(rank.reshape(4, groups, -1), -1)
+    of_group = parts[..., -2:].sum(-1) if sum2 else parts[..., -1]
+    worse = np.argsort(-of_group, axis=1, kind="stable")[:, used:]
+    np.put_along_axis(rank.reshape(4, groups, -1), worse[..., None], -np.inf, 1)
+    ids, _ = reference(rank, k)
+    for shim in shims:
+        options = {"softmax": softmax, "groups": groups, "groups_used": used, "group_sum2": sum2}
+        found, weights = choose(shim, logits, k, bias=shim.input(bias) if biased else 0, **options)
+        assert np.array_equal(found, ids)
+        np.testing.assert_allclose(weights, np.take_along_axis(score, ids, 1), rtol=3e-6)

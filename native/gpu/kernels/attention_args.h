@@ -8,6 +8,7 @@
 //   values  F32       (128, d)
 //           F16       (4, d, 32)
 //           Q8_0      (4): quants (d, 32), then their scales (d/32, 32) F16
+// Latent rows, of which the beginning is the value, lie as keys.
 // Quants are bytes of 128 + q, which become halves without a shift.
 #pragma once
 
@@ -38,20 +39,36 @@ struct RopeStoreArgs {
   u32 halves; // 1: pair i is (i, i + pairs), 0: (2 i, 2 i + 1)
 };
 
+struct LatentStoreArgs {
+  StepView step;
+  PagedState state;
+  float *q;            // (T, H, q_size), the last 2 pairs of each head rotated in place
+  const float *c;      // (T, head size of the state)
+  const float *norm;   // (head size - 2 pairs)
+  const double *turns; // as in RopeStoreArgs
+  const float *factors;
+  float eps, magnitude;
+  u32 heads, q_size; // H
+  u32 pairs, halves;
+};
+
 // Queries of a kv head are handled in chunks: `chunk_rows` rows of one sequence times `chunk_heads` heads. Contexts are
 // cut into spans at multiples of kSpan; a span of a chunk is an item of work and gives a part (maximum, sum,
 // accumulator of each query vector), which the last block of the chunk adds up in order.
 constexpr u32 kSpan = 1024;
+constexpr u32 kLatentSpan = 256;  // of latent attention: one row for all heads makes few items
+constexpr u32 kLatentVectors = 8; // of its chunks, at most
+constexpr u32 kLatentFront = 4;   // words of LDS before the rest: a flag
 
 struct AttentionArgs {
   StepView step;
-  PagedState k_state, v_state;
-  const float *q;     // (T, H, d)
-  const float *sinks; // (H) or null
-  float *out;         // (T, H, dv)
-  float scale, cap;   // cap 0: none
-  u32 heads;          // H
-  u32 group;          // H / K
+  PagedState k_state, v_state; // of latent attention the same, the head size of v_state that of a value
+  const float *q;              // (T, H, d)
+  const float *sinks;          // (H) or null
+  float *out;                  // (T, H, dv)
+  float scale, cap;            // cap 0: none
+  u32 heads;                   // H
+  u32 group;                   // H / K
   u32 chunk_rows;
   u32 chunk_heads;
   u32 row_factor;    // vector * row_factor >> 16 is its row of the chunk: 65536 / chunk_heads + 1, 0 where there is one

@@ -46,7 +46,7 @@ APU_DEVICE u32 lowest_position(const AttentionArgs &a, u32 position) {
 }
 
 // Of sequence `begin` + lane. What is there is read while the number of sequences is still on its way.
-APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 begin) {
+template <u32 Span = kSpan> APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 begin) {
   const u32 sequence = begin + lane_id();
   SequenceItems s = {};
   if (sequence >= a.max_sequences) return s;
@@ -56,8 +56,8 @@ APU_DEVICE SequenceItems sequence_items(const AttentionArgs &a, u32 begin) {
   s.row_begin = q.row_begin;
   s.row_count = q.row_count;
   s.position = a.step.rows[q.row_begin].position;
-  s.first_span = lowest_position(a, s.position) / kSpan;
-  s.last_span = (s.position + q.row_count - 1) / kSpan;
+  s.first_span = lowest_position(a, s.position) / Span;
+  s.last_span = (s.position + q.row_count - 1) / Span;
   if (q.row_count >= a.min_rows && q.row_count <= a.max_rows)
     s.chunks = a.chunk_rows == 1 ? q.row_count : (q.row_count + a.chunk_rows - 1) / a.chunk_rows;
   return s;
@@ -72,13 +72,13 @@ APU_DEVICE u32 of_lane(u32 v, u32 lane) {
 }
 
 // `first`: sequence_items(a, 0).
-APU_DEVICE Survey survey_step(const AttentionArgs &a, const SequenceItems &first) {
+template <u32 Span = kSpan> APU_DEVICE Survey survey_step(const AttentionArgs &a, const SequenceItems &first) {
   Survey s = {};
   s.sequences = a.step.counts->sequences;
   s.stride = grid_size();
   u32 chunks = 0;
   for (u32 begin = 0; begin < s.sequences; begin += kWaveSize) {
-    const SequenceItems q = begin ? sequence_items(a, begin) : first;
+    const SequenceItems q = begin ? sequence_items<Span>(a, begin) : first;
     const u32 spans = q.chunks ? q.last_span - q.first_span + 1 : 0;
     if (s.sequences == 1) { // nothing to add up
       s.items = of_lane(q.items(false), 0);
@@ -101,6 +101,7 @@ APU_DEVICE Survey survey_step(const AttentionArgs &a, const SequenceItems &first
   return s;
 }
 
+template <u32 Span = kSpan>
 APU_DEVICE Item find_item(const AttentionArgs &a, const Survey &s, const SequenceItems &first, u32 index) {
   SequenceItems q = first;
   u32 rest = index, lane = 0;
@@ -120,7 +121,7 @@ APU_DEVICE Item find_item(const AttentionArgs &a, const Survey &s, const Sequenc
     }
     rest -= all;
     begin += kWaveSize;
-    q = sequence_items(a, begin);
+    q = sequence_items<Span>(a, begin);
   }
   Item out = {};
   out.first_span = of_lane(q.first_span, lane);
@@ -158,10 +159,10 @@ APU_DEVICE u32 head_of(const AttentionArgs &a, const Item &item, u32 vector) {
 }
 
 // First and one behind the last position of `span` that any row of the chunk sees; begin >= end where none does.
-APU_DEVICE void span_range(const AttentionArgs &a, const Item &item, u32 *begin, u32 *end) {
+template <u32 Span = kSpan> APU_DEVICE void span_range(const AttentionArgs &a, const Item &item, u32 *begin, u32 *end) {
   const u32 low = lowest_position(a, item.position), high = item.position + item.rows;
-  *begin = low > item.span * kSpan ? low : item.span * kSpan;
-  *end = high < (item.span + 1) * kSpan ? high : (item.span + 1) * kSpan;
+  *begin = low > item.span * Span ? low : item.span * Span;
+  *end = high < (item.span + 1) * Span ? high : (item.span + 1) * Span;
 }
 
 APU_DEVICE float soft_cap(float s, float cap) { // cap * tanh(s / cap)

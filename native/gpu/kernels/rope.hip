@@ -4,6 +4,8 @@
 // angles of the row are computed by every block: position times frequency in double, reduced to a quarter turn in
 // double, then polynomials in float; that is cheaper than a table between kernels. Moves q twice, k and v once, and
 // what the pages take.
+//
+// latent_store: the last elements of q's heads rotated in place, a wave for each, and the latent row, by one wave more.
 #include "kv.h"
 
 namespace apu::gpu {
@@ -26,6 +28,18 @@ APU_DEVICE void turn(double quarters, float *cos, float *sin) {
   const float a = quadrant & 1 ? s : c, b = quadrant & 1 ? c : s;
   *cos = quadrant == 1 || quadrant == 2 ? -a : a;
   *sin = quadrant >= 2 ? -b : b;
+}
+
+// By the block: cos and sin of a row's pairs, times the magnitude, in LDS.
+template <class Args> APU_DEVICE void turn_pairs(const Args &a, u32 position, float *cos, float *sin) {
+  for (u32 i = thread_id(); i < a.pairs; i += kRopeThreads) {
+    double quarters = double(position) * a.turns[i];
+    if (a.factors) quarters /= double(a.factors[i]);
+    float co, si;
+    turn(quarters, &co, &si);
+    cos[i] = co * a.magnitude;
+    sin[i] = si * a.magnitude;
+  }
 }
 
 // The head in LDS, normed and rotated, to `out`, which may be the same; by one wave. `square`: the sum of its squares.
@@ -69,14 +83,7 @@ APU_KERNEL(kRopeThreads) void rope_store(RopeStoreArgs a) {
   }
   if (t >= a.step.counts->rows) return;
   const Row row = a.step.rows[t];
-  for (u32 i = thread_id(); i < a.pairs; i += kRopeThreads) {
-    double quarters = double(row.position) * a.turns[i];
-    if (a.factors) quarters /= double(a.factors[i]);
-    float co, si;
-    turn(quarters, &co, &si);
-    cos[i] = co * a.magnitude;
-    sin[i] = si * a.magnitude;
-  }
+  turn_pairs(a, row.position, cos, sin);
   block_sync();
   if (is_q) {
     finish_head(a, head, a.q_norm ? wave_sum(square) : 0.0f, a.q_norm, cos, sin, q);
@@ -90,6 +97,40 @@ APU_KERNEL(kRopeThreads) void rope_store(RopeStoreArgs a) {
       store_position<true>(a.v_state, page_part(a.v_state, page, kv), row.position % kPageRows, head);
     }
   }
+}
+
+APU_KERNEL(kRopeThreads) void latent_store(LatentStoreArgs a) {
+  constexpr u32 waves = kRopeThreads / kWaveSize;
+  const u32 t = block_id(), lane = lane_id(), h = block_id_y() * waves + wave_uniform(wave_id());
+  const u32 d = a.state.head_size, rank = d - 2 * a.pairs;
+  const bool stores = h == a.heads;
+  float *cos = reinterpret_cast<float *>(dynamic_shared()), *sin = cos + a.pairs, *latent = sin + a.pairs;
+  float square = 0.0f;
+  if (stores) {
+    for (u32 m = lane; m < d; m += kWaveSize) {
+      const float x = a.c[u64(t) * d + m];
+      latent[m] = x;
+      if (m < rank) square = fma_f32(x, x, square);
+    }
+  }
+  if (t >= a.step.counts->rows) return;
+  const Row row = a.step.rows[t];
+  turn_pairs(a, row.position, cos, sin);
+  block_sync();
+  if (h > a.heads) return;
+  float *x = stores ? latent + rank : a.q + (u64(t) * a.heads + h + 1) * a.q_size - 2 * a.pairs;
+  for (u32 i = lane; i < a.pairs; i += kWaveSize) {
+    const u32 first = a.halves ? i : 2 * i, second = a.halves ? i + a.pairs : 2 * i + 1;
+    const float u = x[first], v = x[second];
+    x[first] = u * cos[i] - v * sin[i];
+    x[second] = v * cos[i] + u * sin[i];
+  }
+  if (!stores) return;
+  const float inverse = 1.0f / sqrt_f32(wave_sum(square) / float(rank) + a.eps);
+  for (u32 m = lane; m < rank; m += kWaveSize) latent[m] = latent[m] * inverse * a.norm[m];
+  wave_sync();
+  const u32 page = page_table(a.step, row.sequence, a.state.group)[row.position / kPageRows];
+  store_position<false>(a.state, page_part(a.state, page, 0), row.position % kPageRows, latent);
 }
 
 } // namespace apu::gpu

@@ -8,6 +8,7 @@ namespace apu::gpu {
 constexpr u32 kRouteThreads = 256;
 constexpr u32 kRouteTile = 1024;     // experts that are ranked at once, where there are many
 constexpr u32 kRouteWaveItems = 8;   // experts of a lane, where a wave holds all
+constexpr u32 kRouteGroups = 256;    // at most, of experts
 constexpr u32 kRouteManyRows = 8;    // rows of a block of route_scores_many
 constexpr u32 kRouteManyExperts = 4; // experts of a wave there
 
@@ -26,6 +27,10 @@ struct RouteArgs {
   u32 softmax; // else sigmoid
   u32 divide;  // by their sum, or `floor` if that is more
   float scale, floor;
+  const float *bias; // (E) added for the choice alone, or null
+  u32 groups;        // of experts that lie together, of which a row chooses among the best; 0: among all
+  u32 groups_used;
+  u32 group_sum2; // a group's score is its two best added, else its best
 };
 
 } // namespace apu::gpu

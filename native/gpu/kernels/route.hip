@@ -134,12 +134,48 @@ APU_DEVICE float order_of(float score) { // NaN is the worst
   return score == score ? score : kMinusInfinity;
 }
 
+// By the block: groups[g] becomes 1 for the best groups, of equal ones the lowest, and 0 for the others. rank_of(e) is
+// what experts are chosen by, never NaN; what it reads is complete for all threads.
+template <class Rank> APU_DEVICE void mark_groups(const RouteArgs &a, float *groups, const Rank &rank_of) {
+  const u32 size = a.router.rows / a.groups, g = thread_id();
+  float mine = kMinusInfinity;
+  if (g < a.groups) {
+    float first = kMinusInfinity, second = kMinusInfinity;
+    for (u32 e = g * size; e < (g + 1) * size; ++e) {
+      const float rank = rank_of(e);
+      second = max_f32(second, min_f32(first, rank));
+      first = max_f32(first, rank);
+    }
+    mine = a.group_sum2 ? first + second : first;
+    groups[g] = mine;
+  }
+  block_sync();
+  u32 before = 0;
+  if (g < a.groups)
+    for (u32 i = 0; i < a.groups; ++i) before += groups[i] > mine || (groups[i] == mine && i < g);
+  block_sync();
+  if (g < a.groups) groups[g] = before < a.groups_used ? 1.0f : 0.0f;
+  block_sync();
+}
+static_assert(kRouteGroups <= kRouteThreads);
+
+// Floats as unsigned integers of the same order. Minus infinity, as which NaN counts, is 1.
+APU_DEVICE u32 order_bits(float rank) {
+  const u32 bits = float_to_bits(rank);
+  return rank > kMinusInfinity ? (bits & 0x80000000u ? ~bits : bits | 0x80000000u) : 1u;
+}
+APU_DEVICE float order_value(u32 order) {
+  return order == 1 ? kMinusInfinity : bits_to_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
+}
+
 // Up to kRouteWaveItems * kWaveSize experts: every wave holds all scores, so that maximum and sum need no barrier.
 // The row is looked for among the step's only after the loads: memory holds the rows of every bucket.
 APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
   constexpr u32 most_experts = kRouteWaveItems * kWaveSize;
-  APU_SHARED u32x4 orders[most_experts / 4]; // of scores, as unsigned integers; NaN is 1, what is no expert 0
-  APU_SHARED float chosen[most_experts];
+  APU_SHARED u32x4 orders[most_experts / 4]; // of ranks; what is no expert is 0
+  APU_SHARED float values[most_experts];     // scores
+  APU_SHARED float chosen[most_experts];     // before that of groups
+  static_assert(kRouteGroups <= most_experts);
   APU_SHARED u32 places[kRouteWaves];
   const u32 experts = a.router.rows;
   const float *scores = a.scores + u64(row) * experts;
@@ -165,11 +201,21 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
 #pragma unroll
   for (u32 i = 0; i < kRouteWaveItems; ++i) {
     const u32 e = i * kWaveSize + lane_id();
-    if (i % kRouteWaves != wave_id()) continue;                                    // each wave writes its part
-    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i])); // not negative
-    reinterpret_cast<u32 *>(orders)[e] = e >= experts ? 0 : score == score ? float_to_bits(score) + 2 : 1;
+    if (i % kRouteWaves != wave_id()) continue; // each wave writes its part
+    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i]));
+    const float rank = a.bias && e < experts ? score + a.bias[e] : score;
+    values[e] = score;
+    reinterpret_cast<u32 *>(orders)[e] = e < experts ? order_bits(rank) : 0;
   }
   block_sync();
+  if (a.groups) {
+    u32 *order = reinterpret_cast<u32 *>(orders);
+    mark_groups(a, chosen, [&](u32 e) { return order_value(order[e]); });
+    const u32 size = experts / a.groups;
+    for (u32 e = thread_id(); e < experts; e += kRouteThreads)
+      if (chosen[e / size] == 0.0f) order[e] = 1;
+    block_sync();
+  }
   // p threads count, for each expert of a turn, those before it among every p-th four.
   const u32 p = experts <= kRouteThreads / 4 ? 4 : experts <= kRouteThreads / 2 ? 2 : 1;
   const u32 fours = (experts + 3) / 4, part = thread_id() % p;
@@ -208,7 +254,7 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
     }
     if (taken) {
       a.ids[u64(row) * a.k + place] = i32(e);
-      chosen[place] = mine == 1 ? bits_to_float(0x7fc00000u) : bits_to_float(mine - 2);
+      chosen[place] = values[e];
     }
     block_sync();
   }
@@ -259,6 +305,7 @@ struct RouteShared {
   float chosen[kRouteTile];
   float parts[2][kRouteWaves];
   u32 places[kRouteItems][kRouteWaves];
+  float groups[kRouteGroups];
 };
 
 // Adds to rank[i] how many of tile's n experts, the first of which is `base`, come before expert e0 + t + 256 i.
@@ -297,6 +344,12 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
     if (e >= experts) return kMinusInfinity;
     return a.softmax ? exp_f32(scores[e] - most) / total : 1.0f / (1.0f + exp_f32(-scores[e]));
   };
+  const auto rank_in_group = [&](u32 e) { return order_of(a.bias ? score_of(e) + a.bias[e] : score_of(e)); };
+  if (a.groups) mark_groups(a, s.groups, rank_in_group);
+  const u32 size = a.groups ? experts / a.groups : 1;
+  const auto rank_of = [&](u32 e) {
+    return e < experts && (!a.groups || s.groups[e / size] != 0.0f) ? rank_in_group(e) : kMinusInfinity;
+  };
 
   u32 found = 0; // in tiles before this one
   for (u32 e0 = 0; e0 < experts; e0 += kRouteTile) {
@@ -306,7 +359,7 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
     for (u32 i = 0; i < kRouteItems; ++i) {
       const u32 e = e0 + i * kRouteThreads + thread_id();
       score[i] = score_of(e);
-      mine[i] = order_of(score[i]);
+      mine[i] = a.bias || a.groups ? rank_of(e) : order_of(score[i]);
       rank[i] = e < experts ? 0 : a.k;
     }
     for (u32 base = 0; base < experts; base += kRouteTile) {
@@ -315,7 +368,7 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
       for (u32 i = 0; i < kRouteItems; ++i) {
         if (base + i * kRouteThreads >= experts) continue;
         const u32 at = i * kRouteThreads + thread_id();
-        s.tile[at] = base == e0 ? mine[i] : order_of(score_of(base + at));
+        s.tile[at] = base == e0 ? mine[i] : rank_of(base + at);
       }
       block_sync();
       const u32 n = experts - base < kRouteTile ? experts - base : kRouteTile;
