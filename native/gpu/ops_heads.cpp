@@ -36,7 +36,7 @@ public:
   void launch(Launcher &launcher, const Bucket &bucket) const override {
     const uint32_t rows = bucket.of(in_), tile = rows == 1 ? 1 : kHeadRows;
     if (rows == 0) return;
-    launcher.launch(rows == 1 ? one_ : many_, {(rows + tile - 1) / tile, args_.heads * args_.blocks}, kHeadThreads,
+    launcher.launch(rows == 1 ? one_ : many_, {(rows + tile - 1) / tile * args_.blocks, args_.heads}, kHeadThreads,
                     args_);
   }
 

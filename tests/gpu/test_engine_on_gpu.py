@@ -12,7 +12,7 @@ from apu_engine import LLM
 from apu_engine._native import DeviceError
 from apu_engine.cli import main
 from apu_engine.memory.budget import human_bytes
-from models import TinyModel
+from models import TinyModel, tiny_deepseek2_gguf
 
 
 @pytest.fixture
@@ -34,6 +34,16 @@ def test_answers_are_the_cpus(kernels: Path, tiny_llama: TinyModel) -> None:
         copied = human_bytes(size)
         line = f"weights {copied} staged: as asked; copied {copied} once, file pages dropped, anonymous 0; ctx 256"
         assert gpu.summary().startswith(line)
+
+
+@pytest.mark.parametrize("memory", ["staged", "auto"])
+def test_answers_of_latent_attention_are_the_cpus(kernels: Path, tmp_path: Path, memory: str) -> None:
+    tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", sigmoid=True, groups=4, groups_used=2, experts=16)
+    found = []
+    for device, options in (("cpu", {}), ("hip:0", {"memory": memory})):
+        with LLM(str(tiny.path), device=device, ctx=256, **options) as llm:
+            found.append(llm.generate(list(range(20)), 24, temperature=0, ignore_eos=True).tokens)
+    assert found[0] == found[1]
 
 
 def test_bench(

@@ -60,7 +60,7 @@ def run(
         aligned=int(k % 16 == 0 and rest % 4 == 0),
         **{"in": shim.input(np.concatenate([x, np.full_like(x[:1], np.nan)]))},
     )
-    shim.launch(name + ("_many" if tiled else "_r1"), (len(x) // tile + 1, heads * blocks), THREADS, args)
+    shim.launch(name + ("_many" if tiled else "_r1"), ((len(x) // tile + 1) * blocks, heads), THREADS, args)
     shim.clear()
     assert np.isnan(out.array[len(x) :]).all()
     return out.array[: len(x)]

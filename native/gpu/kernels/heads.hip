@@ -1,6 +1,6 @@
 // HEAD_MATMUL: each head of every row by a matrix of its own, of any type, in float32.
 //
-// Grid (rows of the step in tiles of 1 or 4, blocks of all heads). A lane dequantises 16 columns at a time and
+// Grid (blocks of each tile of 1 or 4 rows of the step, heads). A lane dequantises 16 columns at a time and
 // multiplies them with the tile's rows, which come from cache. Matrices (N, K): a group of lanes shares four rows of
 // the matrix, one where the type is known at run time alone, and adds its sums up. Matrices (K, N): a wave takes a part
 // of the K rows, a lane 16 columns of each; the waves' sums are added in LDS. A row's bits do not depend on the tile.
@@ -92,9 +92,9 @@ template <u32 Rows> APU_DEVICE void copy_rest(const HeadArgs &a, u32 t0, u32 row
 
 // Outputs: rows of the matrix of a group of lanes.
 template <class Type, u32 Rows, u32 Outputs> APU_DEVICE void multiply_heads(const HeadArgs &a) {
-  const u32 t0 = block_id() * Rows, rows = count_rows(a.count);
+  const u32 t0 = block_id() / a.blocks * Rows, rows = count_rows(a.count);
   if (t0 >= rows) return;
-  const u32 h = block_id_y() / a.blocks, block = block_id_y() - h * a.blocks;
+  const u32 h = block_id_y(), block = block_id() % a.blocks;
   const u32 lane = lane_id() & (a.lanes - 1), group = thread_id() / a.lanes, groups = kHeadThreads / a.lanes;
   const u32 n0 = (block * groups + group) * Outputs;
   const HeadMatrix matrix = HeadMatrix::of(a.w, u64(h) * a.n, a.n);
@@ -130,9 +130,9 @@ template <class Type, u32 Rows, u32 Outputs> APU_DEVICE void multiply_heads(cons
 
 template <u32 Rows> APU_DEVICE void multiply_across(const HeadArgs &a) {
   APU_SHARED float parts[kHeadWaves][kHeadColumns][kWaveSize];
-  const u32 t0 = block_id() * Rows, rows = count_rows(a.count);
+  const u32 t0 = block_id() / a.blocks * Rows, rows = count_rows(a.count);
   if (t0 >= rows) return;
-  const u32 h = block_id_y() / a.blocks, block = block_id_y() - h * a.blocks;
+  const u32 h = block_id_y(), block = block_id() % a.blocks;
   const u32 lane = lane_id(), wave = wave_uniform(wave_id()), group = block * kWaveSize + lane;
   const HeadMatrix matrix = HeadMatrix::of(a.w, u64(h) * a.k, a.k);
   const u32 share = (a.k + kHeadWaves - 1) / kHeadWaves, first = wave * share;
