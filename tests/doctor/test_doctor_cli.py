@@ -81,26 +81,20 @@ def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_line_is_cheap(tmp_path: Path) -> None:
+    """A start imports nothing large for it."""
     config = EngineConfig(model=str(tmp_path / "m.gguf"), kernels=str(kernels(tmp_path)))
     for root in (STOCK, POINT, CONTAINER):
-        spent = []
-        for _ in range(3):
-            begin = time.process_time()
-            line = verdict_line(config, Machine(root))
-            spent.append(time.process_time() - begin)
-        assert min(spent) < 0.05 and line.startswith("doctor: ") and "\n" not in line
+        line = verdict_line(config, Machine(root))
+        assert line.startswith("doctor: ") and "\n" not in line
     code = (
-        "import apu_engine.server.app, sys, time\n"
+        "import apu_engine.server.app, sys\n"
         "from apu_engine.config import EngineConfig\n"
-        "begin = time.process_time()\n"
         "from apu_engine.doctor import verdict_line\n"
         "verdict_line(EngineConfig(model='m.gguf'))\n"
-        "print(time.process_time() - begin, 'numpy' in sys.modules)"
+        "print([name for name in ('numpy', 'torch', 'rich', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    spent_s, numpy = done.stdout.split()
-    assert float(spent_s) < 0.25, "imports that a start does not need"  # about 25 ms; the tests share their cores
-    assert numpy == "False"
+    assert done.stdout.strip() == "[]"
 
 
 def test_every_check_is_documented() -> None:
