@@ -117,8 +117,9 @@ class EngineConfig:
     memory_budget: int = option(
         "size",
         0,
-        "Most bytes that weights, KV cache and scratch may take together; 0 takes what the machine and the cgroup have "
-        "free. What a GPU allocates is not charged to a container's memory limit: set it there.",
+        "Most bytes that weights, KV cache and scratch may take together (on the CPU, whose weights are page cache, KV "
+        "cache and scratch); 0 takes what the machine and the cgroup have free. What a GPU allocates is not charged to "
+        "a container's memory limit: set it there.",
         "--memory-budget",
         group="model",
         lo=0,

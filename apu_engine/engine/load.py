@@ -260,6 +260,10 @@ def _check_strategy(config: EngineConfig, device: Device) -> None:
                 f"memory: {strategy} needs a GPU; the cpu device reads the mapped file in place (auto or direct)",
                 "memory",
             )
+        if way != "auto":
+            raise ConfigError(
+                f"memory_way: {way} needs a GPU; the cpu device reads the mapped file in place (auto)", "memory_way"
+            )
         return
     where = f"{props.kind}, {props.name}"
     if strategy == "direct" and not props.pageable:

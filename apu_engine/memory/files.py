@@ -7,15 +7,21 @@ on the descriptor cover a path that is exchanged in between (a FIFO without a wr
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import stat
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from apu_engine.errors import MappingError
 
+_NOISE = ".apu-engine-"
+_NOISE_AGE = 60  # seconds
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO (named pipe)"),
@@ -98,10 +104,55 @@ def noise_file(folder: Path, nbytes: int) -> Iterator[Path]:
     import numpy as np
 
     place = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
-    with tempfile.NamedTemporaryFile(prefix=".apu-engine-", suffix=".tmp", dir=place) as file:
+    _remove_left_behind(Path(place or tempfile.gettempdir()))
+    with (
+        tempfile.NamedTemporaryFile(prefix=_NOISE, suffix=".tmp", dir=place) as file,
+        _removed_on_sigterm(Path(file.name)),
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)
         piece = np.random.default_rng(1).bytes(1 << 20)
         for number in range(nbytes >> 20):
             file.write(number.to_bytes(4, "little") + piece[4:])
         file.flush()
         os.fsync(file.fileno())
         yield Path(file.name)
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Removes files of noise whose process was killed: old ones that nobody holds locked."""
+    for path in folder.glob(f"{_NOISE}*.tmp"):
+        with suppress(OSError), path.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _NOISE_AGE:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+
+@contextmanager
+def _removed_on_sigterm(path: Path) -> Iterator[None]:
+    """SIGTERM removes the file and ends the process at once, also while native code runs: a thread waits for it."""
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread() or not usual:
+        yield
+        return
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+
+    def wait() -> None:
+        while (number := os.read(reading, 1)) and number[0]:
+            if number[0] == signal.SIGTERM:
+                path.unlink(missing_ok=True)
+                os._exit(128 + signal.SIGTERM)
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(before)
+        os.write(writing, b"\0")
+        waiting.join()
+        os.close(reading)
+        os.close(writing)

@@ -177,7 +177,9 @@ def _read(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="surrogateescape")
     except (FileNotFoundError, ProcessLookupError):
-        raise ApuError(f"there is no process {pid}") from None
+        there = Path(f"/proc/{pid}").exists()
+        what = f"process {pid} has no memory of its own: it has ended, or is the kernel's"
+        raise ApuError(what if there else f"there is no process {pid}") from None
     except PermissionError:
         raise ApuError(f"/proc/{pid}/{name} may not be read; run as the user of process {pid} or as root") from None
 

@@ -81,7 +81,7 @@ class Machine:
 
     def meminfo(self) -> dict[str, int]:
         """/proc/meminfo in bytes. Raises OSError where it cannot be read."""
-        return dict(_meminfo(self.path("proc/meminfo").read_text()))
+        return dict(_meminfo(self.path("proc/meminfo").read_text(errors="replace")))
 
     @property
     def memory_total(self) -> int:
@@ -126,7 +126,7 @@ class Machine:
         """(limit, usage that cannot be reclaimed, file pages) of each limited cgroup above this process."""
         mount, total = self.path("sys/fs/cgroup"), self.memory_total
         for line in (self.text("proc/self/cgroup") or "").splitlines():
-            _, controllers, path = line.split(":", 2)
+            _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "unknown", "")
             if not controllers:  # version 2
                 root, names = mount, ("memory.max", "memory.current", "")
             elif "memory" in controllers.split(","):
@@ -294,7 +294,7 @@ def _properties(path: Path) -> dict[str, int]:
     found = {}
     for line in _lines(path):
         name, _, value = line.strip().partition(" ")
-        if value.strip().isdigit():
+        if value.strip().isdecimal():
             found[name] = int(value)
     return found
 
@@ -303,7 +303,7 @@ def _meminfo(text: str) -> Iterator[tuple[str, int]]:
     for line in text.splitlines():
         name, _, rest = line.partition(":")
         value = rest.split()
-        if value and value[0].isdigit():
+        if value and value[0].isdecimal():
             yield name, int(value[0]) * (1024 if value[1:] == ["kB"] else 1)
 
 
@@ -312,7 +312,7 @@ def _cgroup(folder: Path, limit_name: str, usage_name: str, prefix: str) -> tupl
         limit = int((folder / limit_name).read_text())  # "max" when there is none
         usage = int((folder / usage_name).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        reclaimable = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     except (OSError, ValueError):
         return None
-    reclaimable = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
     return limit, usage - min(reclaimable, usage), reclaimable

@@ -12,14 +12,14 @@ import difflib
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
 from apu_engine.errors import ConfigError
 from apu_engine.server.errors import ApiError
-from apu_engine.text.reasoning import Effort
+from apu_engine.text.reasoning import EFFORTS, Effort
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # field: values that ask for nothing
@@ -50,6 +50,9 @@ _EMPTY_IN_MESSAGES = ("tool_calls", "tool_call_id", "function_call", "audio", "a
 
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
 Stop = str | list[str] | None
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+# what texts of few values may be, for messages
+_WORDS: dict[str, tuple[str, ...]] = {"reasoning_effort": EFFORTS, "role": get_args(Role)}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,7 +61,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -170,12 +173,17 @@ def _check_names(pairs: list[tuple[str, Any]]) -> None:
 
 def _wrong(problem: str) -> ApiError:
     """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the field in front."""
-    what, _, where = problem.partition(" - at `$")
+    at = " - at `$"  # a text of the client's may hold it too
+    what, _, where = problem.rpartition(at) if at in problem else (problem, "", "")
     path = where.rstrip("`").lstrip(".")
     code = "invalid_value"
     if match := re.search(r"(required|unknown) field `(.+)`", what):
         path = f"{path}.{match[2][:80]}".lstrip(".")
         code, what = ("missing_field", "missing") if match[1] == "required" else ("unknown_field", "unknown field")
+    if match := re.fullmatch(r"Invalid enum value '(.*)'", what, re.DOTALL):
+        what = f"found '{match[1][:40]}'"  # escaped already
+        words = _WORDS.get(path.rpartition(".")[2])
+        what = f"expected one of {', '.join(words)}, {what}" if words else f"not supported: {what}"
     return ApiError(400, f"{path or 'body'}: {what}", path or None, code)
 
 

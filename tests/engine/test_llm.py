@@ -204,6 +204,8 @@ def test_loading_refuses_by_name(tmp_path: Path, tiny_llama: TinyModel) -> None:
         LLM()
     with pytest.raises(ConfigError, match="memory: staged needs a GPU"):
         LLM(tiny_llama.path, memory="staged")
+    with pytest.raises(ConfigError, match="memory_way: svm needs a GPU"):
+        LLM(tiny_llama.path, memory_way="svm")
     with pytest.raises(ConfigError, match="ctx: expected an integer"):
         LLM(tiny_llama.path, ctx="long")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nonsense: is no option"):

@@ -125,6 +125,11 @@ def test_a_path_with_a_newline(native: NativeDouble, file: Path, tmp_path: Path)
 def test_a_process_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ApuError, match="there is no process 99999999"):
         footprint(99999999)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ApuError, match=f"process {ended.pid} has no memory of its own: it has ended, or"):
+        footprint(ended.pid)
+    ended.wait()
 
     def denied(*_: object, **__: object) -> str:
         raise PermissionError

@@ -67,6 +67,24 @@ def test_no_meminfo_line(tmp_path: Path) -> None:
         _ = Machine(tmp_path).available
 
 
+def test_files_of_garbage(tmp_path: Path) -> None:
+    noise = bytes(range(256)) * 4
+    for name in ("proc/meminfo", "proc/self/cgroup", "proc/self/limits", f"{NODE}/1/properties", "dev/kfd"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(noise)
+    with pytest.raises(OSError, match="meminfo has no MemTotal"):
+        _ = Machine(tmp_path).memory_total
+    assert Machine(tmp_path).amd_gpus() == () and Machine(tmp_path).memlock_limit is None
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8 kB\nMemAvailable: 4 kB\nMemFree: \u00b2 kB\n", "utf-8")
+    assert Machine(tmp_path).available == 4096
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    for name, text in {"memory.max": "9", "memory.current": "1", "memory.stat": "active_file x\n"}.items():
+        (group / name).write_text(text)
+    assert Machine(tmp_path).available == 4096
+
+
 def write(root: Path, files: dict[str, str]) -> Machine:
     for name, text in files.items():
         path = root / name

@@ -102,6 +102,16 @@ async def test_chat_fields(served: Served, change: dict[str, Any], param: str | 
     assert len(error["message"]) < 300
 
 
+async def test_words_are_listed(served: Served) -> None:
+    _, error = await served.refused(CHAT_PATH, {**CHAT, "reasoning_effort": "x" * 5000})
+    words = "none, minimal, low, medium, high, xhigh, max"
+    assert error["message"] == f"reasoning_effort: expected one of {words}, found '{'x' * 40}'"
+    _, error = await served.refused(CHAT_PATH, {**CHAT, "reasoning_effort": "x - at `$.y`"})
+    assert error["param"] == "reasoning_effort", error
+    _, error = await served.refused(CHAT_PATH, {"messages": [{"role": "bot", "content": "x"}]})
+    assert error["message"].startswith("messages[0].role: expected one of system, ") and "'bot'" in error["message"]
+
+
 async def test_close_name_is_suggested(served: Served) -> None:
     _, error = await served.refused(CHAT_PATH, {**CHAT, "max_token": 1})
     assert error["message"] == "max_token: unknown field; did you mean max_tokens?"
