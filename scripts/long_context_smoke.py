@@ -35,7 +35,8 @@ from apu_engine.errors import ApuError, ConfigError
 from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.footprint import Finding
 from apu_engine.plan import LOGITS, SAMPLE, TOP, Limits, Plan
-from apu_engine.plan.builder import ROPE_HALVES, PlanBuilder, Rope
+from apu_engine.plan.builder import PlanBuilder
+from apu_engine.plan.operands import ROPE_HALVES, Rope
 
 if TYPE_CHECKING:
     from apu_engine import LLM

@@ -107,12 +107,21 @@ def _llama3_factor(position: float) -> float:
     return 1 / ((1 - smooth) / 8 + smooth)
 
 
+def table_rows(tensor: Tensor) -> NDArray[np.int32]:
+    """(V, k) experts of each token, below `bound`, different ones in a row."""
+    rows, k = tensor.shape
+    first = np.arange(rows, dtype=np.int64)[:, None] * 7919
+    return ((first + np.arange(k) * (tensor.bound // k)) % tensor.bound).astype("<i4")
+
+
 def data(table: list[Tensor], seed: int) -> Iterator[bytes | memoryview]:
     """The tensors' bytes in order, each padded to the alignment."""
     streams: dict[str, BlockStream] = {}
     for index, tensor in enumerate(table):
         if len(tensor.shape) == 1:
             yield vector(tensor, index, seed).data
+        elif tensor.dtype == "I32":
+            yield table_rows(tensor).data
         else:
             if tensor.dtype not in streams:
                 streams[tensor.dtype] = BlockStream(tensor.dtype, seed)

@@ -33,13 +33,15 @@ class TinyModel:
     arch: str
     shape: dict[str, Any]
     metadata: dict[str, Any]
-    tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    tensors: dict[str, NDArray[Any]] = field(default_factory=dict)
     types: dict[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
 
     def dequantized(self) -> dict[str, NDArray[np.float32]]:
         """The values that the file really holds, float32."""
         return {
             name: gguf.quants.dequantize(gguf.quants.quantize(values, self.types[name]), self.types[name])
+            if name in self.types
+            else values
             for name, values in self.tensors.items()
         }
 
@@ -319,6 +321,124 @@ def tiny_deepseek2_gguf(
     return write(TinyModel(path, "deepseek2", shape, full, tensors), quant)
 
 
+def tiny_deepseek4_gguf(
+    path: Path,
+    *,
+    ratios: tuple[int, ...] = (0, 4, 128, 4),
+    hashed: int = 2,
+    D: int = 64,
+    H: int = 4,
+    d: int = 64,
+    rope: int = 16,
+    q_rank: int = 32,
+    out_rank: int = 24,
+    groups: int = 2,
+    index_heads: int = 3,
+    index_size: int = 32,
+    top_k: int = 64,
+    experts: int = 8,
+    used: int = 3,
+    Fe: int = 32,
+    streams: int = 4,
+    limit: float = 1.5,
+    V: int = 320,
+    context: int = 512,
+    eps: float = 1e-6,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """DeepSeek V4: `ratios` by layer, the first `hashed` layers with experts by token; YaRN on compressed layers."""
+    rng = np.random.default_rng(seed)
+    layers, mixed = len(ratios), streams * (streams + 2)
+    tensors: dict[str, NDArray[Any]] = dict(_trunk(rng, V, D, False))
+    tensors["output_hc_fn.weight"] = _normal(rng, (streams, streams * D), (streams * D) ** -0.5)
+    tensors["output_hc_scale.weight"] = 1.0 + _normal(rng, (1,), 0.2)
+    tensors["output_hc_base.weight"] = _normal(rng, (streams,), 0.5)
+    for layer, ratio in enumerate(ratios):
+        matrices = {
+            "attn_q_a": (q_rank, D),
+            "attn_q_b": (H * d, q_rank),
+            "attn_kv": (d, D),
+            "attn_output_a": (groups * out_rank, H * d // groups),
+            "attn_output_b": (D, groups * out_rank),
+            "ffn_gate_exps": (experts, Fe, D),
+            "ffn_up_exps": (experts, Fe, D),
+            "ffn_down_exps": (experts, D, Fe),
+            "ffn_gate_shexp": (Fe, D),
+            "ffn_up_shexp": (Fe, D),
+            "ffn_down_shexp": (D, Fe),
+            "ffn_gate_inp": (experts, D),
+        }
+        matrices |= {f"hc_{half}_fn": (mixed, streams * D) for half in ("attn", "ffn")}
+        norms = {"attn_norm": D, "attn_q_a_norm": q_rank, "attn_kv_a_norm": d, "ffn_norm": D}
+        vectors = {"attn_sinks": (H,)} | {f"hc_{half}_base": (mixed,) for half in ("attn", "ffn")}
+        wide = 2 if ratio == 4 else 1
+        for name, size in (("attn_compressor", d), ("indexer_compressor", index_size))[: (ratio > 0) + (ratio == 4)]:
+            matrices |= {f"{name}_{part}": (wide * size, D) for part in ("kv", "gate")}
+            vectors[f"{name}_ape"] = (ratio, wide * size)
+            norms[f"{name}_norm"] = size
+        if ratio == 4:
+            matrices |= {"indexer.attn_q_b": (index_heads * index_size, q_rank), "indexer.proj": (index_heads, D)}
+        block: dict[str, NDArray[Any]] = {}
+        block |= {f"{name}.weight": _normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
+        block |= {f"{name}.weight": 1.0 + _normal(rng, (size,), 0.1) for name, size in norms.items()}
+        block |= {f"{name}.weight": _normal(rng, shape, 0.5) for name, shape in vectors.items()}
+        block |= {f"hc_{half}_scale.weight": 1.0 + _normal(rng, (3,), 0.2) for half in ("attn", "ffn")}
+        if layer < hashed:
+            table = np.argsort(rng.random((V, experts)), -1)[:, :used]
+            block["ffn_gate_tid2eid.weight"] = np.ascontiguousarray(table.astype(np.int32))
+        else:
+            block["exp_probs_b.bias"] = _normal(rng, (experts,), 0.2)
+        tensors |= {f"blk.{layer}.{name}": values for name, values in block.items()}
+    sizes: dict[str, Any] = {
+        "block_count": layers,
+        "context_length": context,
+        "embedding_length": D,
+        "vocab_size": V,
+        "attention.head_count": H,
+        "attention.head_count_kv": 1,
+        "attention.key_length": d,
+        "attention.value_length": d,
+        "attention.q_lora_rank": q_rank,
+        "attention.output_lora_rank": out_rank,
+        "attention.output_group_count": groups,
+        "attention.sliding_window": 128,
+        "attention.compress_ratios": ratios,
+        "attention.compress_rope_freq_base": 160000.0,
+        "attention.layer_norm_rms_epsilon": eps,
+        "attention.indexer.head_count": index_heads,
+        "attention.indexer.key_length": index_size,
+        "attention.indexer.top_k": top_k,
+        "rope.dimension_count": rope,
+        "rope.freq_base": 10000.0,
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "hyper_connection.count": streams,
+        "hyper_connection.sinkhorn_iterations": 20,
+        "hyper_connection.epsilon": 1e-6,
+        "hash_layer_count": hashed,
+        "swiglu_clamp_exp": (limit,) * layers,
+        "expert_count": experts,
+        "expert_used_count": used,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": Fe,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+    }
+    full = {"general.name": "tiny deepseek4"} | {f"deepseek4.{name}": size for name, size in sizes.items()}
+    full |= bpe_tokenizer(V) if tokenizer else {}
+    full |= metadata or {}
+    shape = {"ratios": ratios, "hashed": hashed, "D": D, "H": H, "d": d, "rope": rope, "q_rank": q_rank, "V": V}
+    shape |= {"out_rank": out_rank, "groups": groups, "index_heads": index_heads, "index_size": index_size}
+    shape |= {"top_k": top_k, "experts": experts, "used": used, "Fe": Fe, "streams": streams, "limit": limit}
+    shape |= {"context": context, "eps": eps}
+    return write(TinyModel(path, "deepseek4", shape, full, tensors), quant)
+
+
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
     return (rng.standard_normal(shape) * scale).astype(np.float32)
 
@@ -438,7 +558,10 @@ def write(model: TinyModel, quant: str = "F32", *, alignment: int = 32, shard_te
     for key, value in model.metadata.items():
         _add(writer, key, value)
     for name, values in model.tensors.items():
-        floats = values.ndim < 2 or "ffn_gate_inp" in name
+        if values.dtype == np.int32:  # a table
+            writer.add_tensor(name, values)
+            continue
+        floats = values.ndim < 2 or any(part in name for part in ("ffn_gate_inp", "hc_", "_ape"))
         dtype = gguf.GGMLQuantizationType.F32 if floats else matrix_type
         model.types[name] = dtype
         writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)

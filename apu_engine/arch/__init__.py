@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from apu_engine._native import Device, Region, lib
-from apu_engine.arch import deepseek2, gemma3, llama, qwen3, qwen3moe
+from apu_engine.arch import deepseek2, deepseek4, gemma3, llama, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
 from apu_engine.plan import Limits, OfflineBinder, Plan, PlanBuilder, PlanSpec, reserve_states
 from apu_engine.plan.builder import PRECISIONS
+from apu_engine.plan.operands import Pages
 from apu_engine.plan.spec import most_pages
 from apu_engine.plan.weights import Binder
 from apu_engine.weights.ggml_types import GGML_TYPES
@@ -28,6 +29,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "qwen3": qwen3,
     "qwen3moe": qwen3moe,
     "deepseek2": deepseek2,
+    "deepseek4": deepseek4,
 }
 MAX_ROWS = 65536  # of one step, the native limit
 KV_TYPES: dict[str, int] = {"f32": lib.APU_F32, "f16": lib.APU_F16, "q8_0": lib.APU_Q8_0}
@@ -147,7 +149,7 @@ def describe(model: ModelFile, kv_type: str = "auto") -> ModelInfo:
         parameters=sum(tensor.elements for tensor in model.tensors.values()),
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=tuple(per_token),
-        windows=_group_windows(config),
+        windows=config.group_windows,
     )
 
 
@@ -162,7 +164,7 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
     limits = Limits(options.max_rows, sequences, options.max_outputs, options.ctx, config.V)
     builder = PlanBuilder(binder or OfflineBinder(), limits, config.dims, options.precision)
     blocks = Blocks(model, config, builder)
-    windows = _group_windows(config)
+    windows = config.group_windows
     dtype = KV_TYPES[resolve_kv_type(model, options.kv_type)]
     block = GGML_TYPES[dtype].elements
     if config.dims["d"] % block:
@@ -171,11 +173,19 @@ def plan(model: ModelFile, options: PlanOptions, binder: Binder | None = None) -
             f"{config.dims['d']}; use f16",
             "kv_type",
         )
+    if config.sparse and dtype not in (lib.APU_F32, lib.APU_F16):
+        raise ConfigError(
+            f"kv_type: {options.kv_type} is not for {model.architecture}, whose rows have 8 bits in f16; use f16",
+            "kv_type",
+        )
+    pages = {window: Pages(i, window, page_count(options, window)) for i, window in enumerate(windows)}
     for layer in blocks.layers():
-        group = windows.index(config.windows[layer])
-        pages = page_count(options, config.windows[layer])
-        cache = builder.latent_cache if config.latent else builder.kv_cache
-        blocks.caches.append(cache(group, config.windows[layer], pages, dtype))
+        at = pages[config.windows[layer]]
+        if config.sparse:
+            blocks.caches.append(deepseek4.caches(builder, config, layer, at, pages.get(0, at), dtype))
+        else:
+            cache = builder.latent_cache if config.latent else builder.kv_cache
+            blocks.caches.append(cache(at.group, at.window, at.count, dtype))
     module.build(blocks)
     return builder.finish()
 
@@ -232,17 +242,12 @@ def page_count(options: PlanOptions, window: int) -> int:
     return most_pages(options.ctx, window, options.max_rows) * options.parallel
 
 
-def _group_windows(config: Config) -> tuple[int, ...]:
-    """The distinct windows, full attention first."""
-    return tuple(sorted(set(config.windows)))
-
-
 def resolve_kv_type(model: ModelFile, kv_type: str) -> str:
     """The type in use: `kv_type` itself, or what "auto" takes for this model."""
     if kv_type != "auto":
         return kv_type
     matrices = {tensor.dtype for tensor in model.tensors.values() if len(tensor.shape) > 1}
-    return "f32" if matrices <= {lib.APU_F32} else "f16"
+    return "f32" if matrices <= {lib.APU_F32, lib.APU_I32} else "f16"
 
 
 __all__ = [

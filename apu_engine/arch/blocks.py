@@ -48,6 +48,7 @@ MATRIX_TYPES: frozenset[int] = frozenset(
     )
 )
 VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32,))
+INDEX_TYPES: frozenset[int] = frozenset((lib.APU_I32,))
 
 
 class Blocks:
@@ -83,6 +84,17 @@ class Blocks:
     def vector(self, name: str, letters: str = "D") -> Tensor:
         """As `matrix`, in F32."""
         return self._bind(f"{name}.weight", letters, VECTOR_TYPES)
+
+    def table(self, name: str, letters: str) -> Tensor:
+        """As `matrix`, in I32."""
+        return self._bind(f"{name}.weight", letters, INDEX_TYPES)
+
+    def grouped(self, name: str, letters: str) -> Tensor:
+        """A matrix in groups of rows: `letters` say the groups, a group's rows and its columns."""
+        shape = self.builder.shape(letters)
+        rows = shape[0] * shape[1]
+        ref = self._checked(f"{name}.weight", (rows, shape[2]), f"{rows} {letters.split()[2]}", MATRIX_TYPES)
+        return self.builder.weight_rows(ref, ref.name, letters, [(0, rows)])
 
     def bias(self, name: str, letters: str) -> Tensor | None:
         """The bias that belongs to a matrix, when the file has one."""
@@ -124,8 +136,10 @@ class Blocks:
     # ------------------------------------------------------------ parts of a forward pass
 
     def embed(self) -> Tensor:
-        """(T, D): the residual stream."""
-        return self.builder.embed(self.matrix("token_embd", "V D"), self.config.embedding_scale)
+        """(T, D): the residual stream, or (T, S*D): all of them."""
+        c = self.config
+        copies = c.streams.count if c.streams else 0
+        return self.builder.embed(self.matrix("token_embd", "V D"), c.embedding_scale, copies)
 
     def attention(self, x: Tensor, layer: int, *, head_norms: bool = False) -> Tensor:
         """Norm, q, k, v, rotary embedding, cache and attention of one layer: (T, D) -> (T, H*d)."""
@@ -220,8 +234,10 @@ class Blocks:
         )
         return self._project("ffn_down", hidden, "D F", residual)
 
-    def experts(self, x: Tensor) -> Tensor:
-        """Norm, router and the chosen experts' gated feed-forward: (T, D) -> (T, D), added to `x` in place."""
+    def experts(self, x: Tensor, residual: Tensor | None, *, table: Tensor | None = None, limit: float = 0.0) -> Tensor:
+        """Norm, router and the chosen experts' gated feed-forward: (T, D) -> (T, D), added to `residual` in place when
+        there is one. With a `table` (V, k) tokens have their experts; `limit` bounds what meets the activation.
+        """
         c, b = self.config, self.builder
         assert c.experts is not None
         norm = self.vector("ffn_norm")
@@ -233,20 +249,21 @@ class Blocks:
             score=c.experts.score,
             normalise=c.experts.normalise,
             scale=c.experts.scale,
-            bias=self.bias("exp_probs_b", "E"),
+            bias=None if table else self.bias("exp_probs_b", "E"),
             groups=c.experts.groups,
             groups_used=c.experts.groups_used,
             group_score="sum2" if c.experts.score == "sigmoid" else "max",
+            table=table,
         )
         gate, up = self.matrix("ffn_gate_exps", "E Fe D"), self.matrix("ffn_up_exps", "E Fe D")
-        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps)
+        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps, limit=limit)
         down = self.matrix("ffn_down_exps", "E D Fe")
         if not c.experts.shared:
-            return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
+            return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
         gate, up = self.matrix("ffn_gate_shexp", "Fs D"), self.matrix("ffn_up_shexp", "Fs D")
-        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps)
-        x = b.experts_sum("ffn_down", hidden, ids, weights, down, residual=x, out=x)
-        return self._project("ffn_down_shexp", shared, "D Fs", residual=x)
+        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps, limit=limit)
+        out = b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
+        return self._project("ffn_down_shexp", shared, "D Fs", residual=out)
 
     def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:
         biases: Sequence[Tensor | None] = (self.bias(name, "D"),)

@@ -8,11 +8,11 @@ tensors are bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apu_engine.plan.builder import Rope
+from apu_engine.plan.operands import Rope, Streams
 from apu_engine.weights.model_file import ModelFile
 
 MAX_LAYERS = 1024
@@ -61,6 +61,23 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Sparse:
+    """Attention over a window and compressed rows of one head that is key and value of all.
+
+    `ratios`: tokens of a compressed row by layer, 0 for none. Queries come through a latent of `q_rank`, results go in
+    `groups` through as many of `rank`. Where rows are chosen, by `index_heads` heads of `index_size`, `index_used` are.
+    """
+
+    ratios: tuple[int, ...]
+    q_rank: int
+    rank: int
+    groups: int
+    index_heads: int
+    index_size: int
+    index_used: int
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """A decoder-only transformer. Tuples have one entry per layer; window 0 sees all tokens."""
 
@@ -84,11 +101,16 @@ class Config:
     experts: Experts | None = None
     dense_layers: int = 0  # that lead a mixture and have no experts
     latent: Latent | None = None  # K is then 1 and d the row's elements
+    sparse: Sparse | None = None  # K is then 1
+    streams: Streams | None = None
+    hash_layers: int = 0  # the first ones, whose experts follow from the token
+    limits: tuple[float, ...] = ()  # of gated pairs, by layer
 
     @property
     def dims(self) -> dict[str, int]:
         """The shape letters; r is the number of rotated pairs; E, k and Fe are there where experts are, Fs is the width
         of the shared ones together. Of latent attention: Rk and Rq the ranks, dn, dr, dv a head's parts, dq = dn + dr.
+        Of sparse attention: Rq and Ro the ranks, G groups of dg, Hi heads of di that choose ki. S streams.
         """
         r = self.ropes[0].dims // 2
         dims = {"D": self.D, "H": self.H, "K": self.K, "d": self.d, "F": self.F, "V": self.V, "r": r}
@@ -96,7 +118,16 @@ class Config:
             dims |= {"E": e.count, "k": e.used, "Fe": e.F, "Fs": e.F * e.shared}
         if a := self.latent:
             dims |= {"Rk": a.rank, "Rq": a.q_rank, "dn": a.nope, "dr": a.rope, "dv": a.value, "dq": a.nope + a.rope}
-        return dims
+        if s := self.sparse:
+            dims |= {"Rq": s.q_rank, "Ro": s.rank, "G": s.groups, "dg": self.H * self.d // s.groups}
+            dims |= {"Hi": s.index_heads, "di": s.index_size, "ki": s.index_used}
+        return dims | ({"S": self.streams.count} if self.streams else {})
+
+    @property
+    def group_windows(self) -> tuple[int, ...]:
+        """The windows of the page-table groups, full attention first; compressed rows of all tokens are kept."""
+        rows = {0} if self.sparse and any(self.sparse.ratios) else set()
+        return tuple(sorted({*self.windows, *rows}))
 
 
 class Keys:
@@ -129,6 +160,23 @@ class Keys:
             )
         return int(values[0])
 
+    def integers(self, key: str, layers: int) -> tuple[int, ...]:
+        """One integer for each layer; entries that follow belong to layers of other files."""
+        return tuple(self._array(key, "int", layers).tolist())
+
+    def numbers(self, key: str, layers: int, lo: float, hi: float) -> tuple[float, ...]:
+        """One number for each layer as `integers`, or one for all; 0 where the file has none."""
+        value = self.model.metadata.get(self.name(key), 0.0)
+        if isinstance(value, (int, float)):
+            return (self.number(key, lo, hi, default=0.0),) * layers
+        return tuple(map(float, self._array(key, "float", layers, lo, hi).tolist()))
+
+    def _array(self, key: str, kind: str, layers: int, lo: float | None = None, hi: float | None = None) -> Any:
+        values = self.model.get_array(self.name(key), kind, lo=lo, hi=hi)
+        if len(values) < layers:
+            raise self.fail(key, f"expected an entry for each of {layers} layers, found {len(values)}")
+        return values[:layers]
+
     def fail(self, key: str, problem: str) -> Exception:
         return self.model.fail(self.name(key), problem)
 
@@ -142,11 +190,14 @@ def read_common(
     rope_base: float = 10000.0,
     mixture: bool = False,
     latent: bool = False,
+    experts: Callable[[Keys], Experts] | None = None,
+    context: int | None = None,
 ) -> tuple[Keys, dict[str, Any]]:
     """(keys, the Config fields that all architectures share).
 
     `head_size` is the default where the file has none. A `mixture` has experts in every layer, others have none.
-    `latent` is for latent attention, whose mixtures have shared experts, groups and dense layers too.
+    `latent` is for latent attention, whose mixtures have shared experts, groups and dense layers too. `experts` reads
+    another kind of mixture. `context` is the default where the file has none.
     """
     keys = Keys(model)
     layers = keys.integer("block_count", 1, MAX_LAYERS)
@@ -157,8 +208,8 @@ def read_common(
     rows = read_latent(keys, layers, H) if latent else None
     K, d = (1, rows.rank + rows.rope) if rows else _kv_heads(keys, layers, D, H, head_size)
     rope = read_rope(keys, rows.rope if rows else d, rope_style, rope_base)
-    experts = read_experts(keys, latent) if mixture else None
-    F: dict[str, Any] = {"default": experts.F} if experts else {}  # of dense layers, which a mixture may not have
+    found = experts(keys) if experts else read_experts(keys, latent) if mixture else None
+    F: dict[str, Any] = {"default": found.F} if found else {}  # of dense layers, which a mixture may not have
     fields: dict[str, Any] = {
         "layers": layers,
         "D": D,
@@ -168,18 +219,18 @@ def read_common(
         "F": keys.uniform("feed_forward_length", layers, 1, MAX_WIDTH, **F),
         "V": _vocabulary(keys),
         "eps": keys.number("attention.layer_norm_rms_epsilon", 1e-12, 0.1),
-        "context": keys.integer("context_length", 1, MAX_CONTEXT),
+        "context": keys.integer("context_length", 1, MAX_CONTEXT, **({"default": context} if context else {})),
         "windows": (0,) * layers,
         "ropes": (rope,) * layers,
         "rope_factors": "rope_freqs.weight" in model.tensors,
         "attention_scale": keys.number("attention.scale", 1e-6, 1e3, default=d**-0.5),
         "activation": activation,
-        "experts": experts,
+        "experts": found,
         "latent": rows,
     }
     if not model.get_bool(keys.name("attention.causal"), default=True):
         raise keys.fail("attention.causal", "expected true: encoders are not supported")
-    if not mixture and keys.integer("expert_count", 0, MAX_EXPERTS, default=0):
+    if not found and keys.integer("expert_count", 0, MAX_EXPERTS, default=0):
         raise keys.fail("expert_count", "mixtures of experts are not supported for this architecture")
     return keys, fields
 

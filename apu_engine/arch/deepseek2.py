@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config, read_common
-from apu_engine.plan.builder import ROPE_PAIRS
+from apu_engine.plan.operands import ROPE_PAIRS
 from apu_engine.weights.model_file import ModelFile
 
 
@@ -36,5 +36,5 @@ def build(b: Blocks) -> None:
     x = b.embed()  # (T, D)
     for layer in b.layers():
         x = b.attention_output(b.latent_attention(x, layer), residual=x, letters="D H*dv")
-        x = b.feed_forward(x, residual=x) if layer < b.config.dense_layers else b.experts(x)
+        x = b.feed_forward(x, residual=x) if layer < b.config.dense_layers else b.experts(x, residual=x)
     b.head(x)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config, Keys, read_common
-from apu_engine.plan.builder import ROPE_HALVES, Rope
+from apu_engine.plan.operands import ROPE_HALVES, Rope
 from apu_engine.weights.model_file import ModelFile
 
 PATTERN = 6  # every sixth layer is global

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config, read_common
-from apu_engine.plan.builder import ROPE_HALVES
+from apu_engine.plan.operands import ROPE_HALVES
 from apu_engine.weights.model_file import ModelFile
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config, read_common
-from apu_engine.plan.builder import ROPE_HALVES
+from apu_engine.plan.operands import ROPE_HALVES
 from apu_engine.weights.model_file import ModelFile
 
 
@@ -23,5 +23,5 @@ def build(b: Blocks) -> None:
     for layer in b.layers():
         attended = b.attention(x, layer, head_norms=True)
         x = b.attention_output(attended, residual=x)
-        x = b.experts(x)
+        x = b.experts(x, residual=x)
     b.head(x)

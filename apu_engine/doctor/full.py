@@ -225,7 +225,8 @@ class _Weights:
 def _build(weights: _Weights) -> PlanSpec:
     """Llama's layer, from every kind of op that a dense model has."""
     from apu_engine._native import lib
-    from apu_engine.plan.builder import PlanBuilder, Rope
+    from apu_engine.plan.builder import PlanBuilder
+    from apu_engine.plan.operands import Rope
     from apu_engine.plan.spec import Limits
 
     limits = Limits(max_rows=len(_PROMPT), max_sequences=1, max_outputs=1, max_positions=128, vocabulary=_DIMS["V"])

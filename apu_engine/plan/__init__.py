@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from apu_engine.plan.builder import PlanBuilder, Rope
+from apu_engine.plan.builder import PlanBuilder
+from apu_engine.plan.operands import Rope
 from apu_engine.plan.plan import Event, Plan, reserve_states
 from apu_engine.plan.spec import Limits, PlanSpec, State, Tensor
 from apu_engine.plan.step import HIDDEN, LOGITS, MAX_TOP, SAMPLE, TOP, Step

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from apu_engine._native import NONE, lib
+from apu_engine._native import NONE, PAGE_TOKENS, lib
 from apu_engine.errors import ApuError
 from apu_engine.plan.liveness import place
+from apu_engine.plan.operands import Rope
+from apu_engine.plan.sparse_ops import SparseOps
 from apu_engine.plan.spec import Limits, Op, PlanSpec, Segment, State, Tensor
 from apu_engine.plan.weights import Binder
 from apu_engine.weights.model_file import TensorRef
@@ -24,40 +25,22 @@ ACTIVATIONS: dict[str, int] = {
     "gelu_tanh": lib.APU_ACT_GELU_TANH,
     "gelu_erf": lib.APU_ACT_GELU_ERF,
 }
-SCORES: dict[str, int] = {"softmax": lib.APU_SCORE_SOFTMAX, "sigmoid": lib.APU_SCORE_SIGMOID}
+SCORES: dict[str, int] = {
+    "softmax": lib.APU_SCORE_SOFTMAX,
+    "sigmoid": lib.APU_SCORE_SIGMOID,
+    "sqrt_softplus": lib.APU_SCORE_SQRT_SOFTPLUS,
+}
 GROUP_SCORES: dict[str, int] = {"max": lib.APU_GROUP_MAX, "sum2": lib.APU_GROUP_SUM2}
 PRECISIONS: dict[str, int] = {  # of the layers' matrices; "fine" gives the output head two terms
     "default": lib.APU_PRECISION_DEFAULT,
     "fine": lib.APU_PRECISION_DEFAULT,
     "exact": lib.APU_PRECISION_EXACT,
 }
-ROPE_PAIRS: int = lib.APU_ROPE_PAIRS
-ROPE_HALVES: int = lib.APU_ROPE_HALVES
 MAX_MATRICES = 4  # of one matmul op
 SMALLEST_SUM = 2.0**-14  # that a row's expert weights are divided by; below it they vanish instead
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotation of pair i of a head's first `dims` by position * frequency_scale * base^(-2i/dims) / factor_i.
-
-    YaRN (arXiv 2309.00071) mixes in the unscaled frequencies by `extrapolation`, between the dimensions that
-    turn `beta_fast` and `beta_slow` times over `original_context` tokens. sin and cos are multiplied by
-    `magnitude`.
-    """
-
-    dims: int
-    style: int = ROPE_PAIRS
-    base: float = 10000.0
-    frequency_scale: float = 1.0
-    extrapolation: float = 0.0
-    magnitude: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    original_context: int = 0
-
-
-class PlanBuilder:
+class PlanBuilder(SparseOps):
     """Collects tensors, states and ops; `layer` is stamped on what is added, -1 outside the layers.
 
     `dims` gives the letters' sizes; T and O are the limits' rows and outputs.
@@ -75,8 +58,12 @@ class PlanBuilder:
     # ------------------------------------------------------------ tensors and states
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """ "T H*d" -> (512, 576)."""
-        return tuple(math.prod(self._dims[letter] for letter in axis.split("*")) for axis in letters.split())
+        """ "T H*d 2*d" -> (512, 576, 128)."""
+        size = self._dims
+        return tuple(
+            math.prod(int(letter) if letter.isdigit() else size[letter] for letter in axis.split("*"))
+            for axis in letters.split()
+        )
 
     def weight(self, ref: TensorRef, letters: str) -> Tensor:
         """The weight tensor for `ref`; the same one when it is asked for twice (tied output)."""
@@ -132,7 +119,10 @@ class PlanBuilder:
         """The latent rows of the current layer, (pages, 128, d): keys and values of all heads; K is 1."""
         return (self._add_state("cache_latent", group, window, page_count, dtype),)
 
-    def _add_state(self, name: str, group: int, window: int, page_count: int, dtype: int) -> State:
+    def _add_state(
+        self, name: str, group: int, window: int, page_count: int, dtype: int, size: int = 0, rows: int = PAGE_TOKENS
+    ) -> State:
+        """Rows of `size` elements, 0: of K heads."""
         state = State(
             id=len(self._spec.states),
             name=f"blk.{self.layer}.{name}",
@@ -140,20 +130,21 @@ class PlanBuilder:
             layer=self.layer,
             group=group,
             window=window,
-            heads=self._dims["K"],
-            head_size=self._dims["d"],
+            heads=1 if size else self._dims["K"],
+            head_size=size or self._dims["d"],
             page_count=page_count,
+            rows_per_page=rows,
         )
         self._spec.states.append(state)
         return state
 
     # ------------------------------------------------------------ ops, in the order of a forward pass
 
-    def embed(self, table: Tensor, scale: float = 1.0) -> Tensor:
-        """(V, D) -> (T, D): the rows of the step's tokens, times `scale`."""
-        out = self.scratch("x", "T D")
+    def embed(self, table: Tensor, scale: float = 1.0, copies: int = 0) -> Tensor:
+        """(V, D) -> (T, D): the rows of the step's tokens, times `scale`; (T, S*D) of S `copies`."""
+        out = self.scratch("x", "T S*D" if copies else "T D")
         self._expect(table, "V D")
-        self._op(lib.APU_OP_EMBED, outputs=(out,), weights=(table,), floats=(scale,))
+        self._op(lib.APU_OP_EMBED, outputs=(out,), weights=(table,), ints=(copies,), floats=(scale,))
         return out
 
     def rms_norm(
@@ -215,13 +206,17 @@ class PlanBuilder:
         biases: Sequence[Tensor | None] = (),
         norm: Tensor | None = None,
         eps: float = 0.0,
+        limit: float = 0.0,
     ) -> Tensor:
-        """(T, D) -> (T, F): act(norm(x) gate^T) * (norm(x) up^T), biases added before the activation."""
+        """(T, D) -> (T, F): act(norm(x) gate^T) * (norm(x) up^T), biases added before the activation.
+
+        With a `limit` the gate is at most that, and up lies between -limit and limit.
+        """
         self._expect_columns(gate, x)
         self._expect_columns(up, x)
         out = self.scratch(name, f"T {gate.letters.split()[0]}")
         ints = (ACTIVATIONS[activation], self._precision)
-        self._matmul(x, [out], [gate, up], biases, norm, ints, eps, None, 0.0)
+        self._matmul(x, [out], [gate, up], biases, norm, ints, eps, None, 0.0, limit)
         return out
 
     def _matmul(
@@ -235,6 +230,7 @@ class PlanBuilder:
         eps: float,
         residual: Tensor | None,
         softcap: float,
+        limit: float = 0.0,
     ) -> None:
         if norm is not None:
             self._expect(norm, x.letters.split()[-1])
@@ -247,7 +243,7 @@ class PlanBuilder:
             outputs=outputs,
             weights=[norm, *matrices, *absent, *biases],
             ints=ints,
-            floats=(eps, softcap),
+            floats=(eps, softcap, limit),
         )
 
     def route(
@@ -264,22 +260,26 @@ class PlanBuilder:
         groups: int = 0,
         groups_used: int = 0,
         group_score: str = "max",
+        table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(T, D) by (E, D) -> the k best experts' ids (T, k), ascending, and weights (T, k).
 
         Weights are scores of norm(x) router^T, divided by their sum over the k where `normalise`, times `scale`. The
         choice alone goes by score + `bias` (E), within the best `groups_used` of `groups` equal parts of the experts;
-        a part's score is its largest ("max") or its two largest added ("sum2").
+        a part's score is its largest ("max") or its two largest added ("sum2"). With a
+        `table` (V, k) of experts there is no choice: a row goes to its token's.
         """
         self._expect(router, f"E {x.letters.split()[1]}")
         if bias is not None:
             self._expect(bias, "E")
+        if table is not None:
+            self._expect(table, "V k")
         ids, weights = self.scratch("expert_ids", "T k", lib.APU_I32), self.scratch("expert_weights", "T k")
         self._op(
             lib.APU_OP_ROUTE,
             inputs=(x,),
             outputs=(ids, weights),
-            weights=(norm, router, bias),
+            weights=(norm, router, bias, table),
             ints=(SCORES[score], int(normalise), groups, groups_used, GROUP_SCORES[group_score]),
             floats=(eps, scale, SMALLEST_SUM),
         )
@@ -296,8 +296,12 @@ class PlanBuilder:
         *,
         norm: Tensor | None = None,
         eps: float = 0.0,
+        limit: float = 0.0,
     ) -> Tensor:
-        """(T, D) -> (T, k, Fe): act(norm(x) gate^T) * (norm(x) up^T) of each row's experts; matrices (E, Fe, D)."""
+        """(T, D) -> (T, k, Fe): act(norm(x) gate^T) * (norm(x) up^T) of each row's experts; matrices (E, Fe, D).
+
+        `limit` as in `glu`.
+        """
         for matrix in (gate, up):
             self._expect(matrix, "E Fe D")
         out = self.scratch(name, "T k Fe")
@@ -308,7 +312,7 @@ class PlanBuilder:
             outputs=(out,),
             weights=(norm, gate, up),
             ints=ints,
-            floats=(eps,),
+            floats=(eps, limit),
         )
         return out
 
@@ -359,7 +363,7 @@ class PlanBuilder:
             weights=(q_norm, k_norm, factors),
             states=cache,
             ints=(rope.dims, rope.style, rope.original_context),
-            floats=_rope_floats(rope, eps),
+            floats=rope.floats(eps),
         )
 
     def latent_store(
@@ -378,7 +382,7 @@ class PlanBuilder:
             weights=(norm,),
             states=cache,
             ints=(rope.dims, rope.style, rope.original_context, self._dims["H"]),
-            floats=_rope_floats(rope, eps),
+            floats=rope.floats(eps),
         )
 
     def head_matmul(self, name: str, x: Tensor, matrix: Tensor, letters: str, *, across: bool = False) -> Tensor:
@@ -474,15 +478,3 @@ class PlanBuilder:
             raise ApuError(
                 f"matrix {matrix.name}: expected (N, {x.shape[1]}) to multiply {x.name}, found {matrix.shape}"
             )
-
-
-def _rope_floats(rope: Rope, eps: float) -> tuple[float, ...]:
-    return (
-        eps,
-        rope.base,
-        rope.frequency_scale,
-        rope.extrapolation,
-        rope.magnitude,
-        rope.beta_fast,
-        rope.beta_slow,
-    )

@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from apu_engine._native import NONE, lib
+from apu_engine._native import NONE, PAGE_TOKENS, lib
 from apu_engine.plan.spec import Op, PlanSpec, Tensor
 
 _FAMILIES = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn qkv"),
     **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_kv_a_mqa"), "attn qkv"),
     **dict.fromkeys(("attn_k_b", "attn_v_b"), "attn latent"),
-    "attn_output": "attn out",
+    **dict.fromkeys(("attn_kv", "attn_compressor_kv", "attn_compressor_gate"), "attn qkv"),
+    **dict.fromkeys(("indexer.attn_q_b", "indexer.proj"), "indexer"),
+    **dict.fromkeys(("indexer_compressor_kv", "indexer_compressor_gate"), "indexer"),
+    **dict.fromkeys(("attn_output", "attn_output_a", "attn_output_b"), "attn out"),
+    **dict.fromkeys(("hc_attn_fn", "hc_ffn_fn", "output_hc_fn"), "streams"),
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate/up"),
     "ffn_down": "down",
     **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "shared experts"),
@@ -25,14 +29,20 @@ _FAMILIES = {
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
     **dict.fromkeys(("output", "token_embd"), "head"),
 }
-MATRIX_KINDS = frozenset((lib.APU_OP_MATMUL, lib.APU_OP_ROUTE, lib.APU_OP_EXPERTS, lib.APU_OP_HEAD_MATMUL))
-ATTENTION_KINDS = frozenset((lib.APU_OP_ATTENTION, lib.APU_OP_LATENT_ATTENTION))
+MATRIX_KINDS = frozenset(
+    (lib.APU_OP_MATMUL, lib.APU_OP_ROUTE, lib.APU_OP_EXPERTS, lib.APU_OP_HEAD_MATMUL, lib.APU_OP_STREAMS_IN)
+)
+ATTENTION_KINDS = frozenset(
+    (lib.APU_OP_ATTENTION, lib.APU_OP_LATENT_ATTENTION, lib.APU_OP_SPARSE_ATTENTION, lib.APU_OP_INDEX)
+)
 _KINDS = {
     lib.APU_OP_EMBED: "embedding",
     lib.APU_OP_RMS_NORM: "norms",
     lib.APU_OP_GATHER_NORM: "norms",
-    **dict.fromkeys((lib.APU_OP_ROPE_STORE, lib.APU_OP_LATENT_STORE), "rope"),
-    **dict.fromkeys(ATTENTION_KINDS, "attention"),
+    **dict.fromkeys((lib.APU_OP_ROPE_STORE, lib.APU_OP_LATENT_STORE, lib.APU_OP_SHARED_STORE), "rope"),
+    **dict.fromkeys(ATTENTION_KINDS - {lib.APU_OP_INDEX}, "attention"),
+    lib.APU_OP_INDEX: "indexer",
+    lib.APU_OP_STREAMS_OUT: "streams",
     lib.APU_OP_SAMPLE: "sample",
 }
 
@@ -83,7 +93,7 @@ def op_rows(spec: PlanSpec, op: Op, step: Rows) -> int:
 
 def weight_bytes(spec: PlanSpec, op: Op, weight: Tensor, rows: int = 1) -> int:
     """Bytes of `weight` that `rows` rows read together."""
-    if op.kind == lib.APU_OP_EMBED:
+    if op.kind == lib.APU_OP_EMBED or weight.dtype == lib.APU_I32:  # one row a token
         return weight.row_bytes * rows
     if used := experts_used(spec, op, weight):
         return weight.nbytes // weight.shape[0] * min(used * rows, weight.shape[0])
@@ -92,7 +102,7 @@ def weight_bytes(spec: PlanSpec, op: Op, weight: Tensor, rows: int = 1) -> int:
 
 def multiply_adds(spec: PlanSpec, op: Op, weight: Tensor, rows: int) -> int:
     """Multiplications, each with its addition, of `weight` with `rows` rows; 0 for what is no matrix."""
-    if not is_matrix(op) or len(weight.shape) < 2:
+    if not is_matrix(op) or len(weight.shape) < 2 or weight.dtype == lib.APU_I32:
         return 0
     if used := experts_used(spec, op, weight):
         return math.prod(weight.shape[1:]) * used * rows
@@ -107,13 +117,23 @@ def experts_used(spec: PlanSpec, op: Op, weight: Tensor) -> int:
 
 
 def kv_bytes(spec: PlanSpec, op: Op, step: Rows) -> int:
-    """Bytes of the KV cache that attention reads: every visible token once."""
+    """Bytes of the KV cache that attention reads: every visible token once, of compressed ones those chosen."""
     if op.kind not in ATTENTION_KINDS or not step.rows:
         return 0
-    states = [spec.states[state] for state in op.states]
-    window = states[0].window
-    tokens = min(step.end, window + step.rows - 1) if window else step.end
-    return tokens * sum(state.token_bytes for state in states)
+    total, chosen = 0, rows_chosen(spec, op)
+    for state in (spec.states[state] for state in op.states):
+        tokens = min(step.end, state.window + step.rows - 1) if state.window else step.end
+        if chosen and not state.window:
+            tokens = min(tokens, chosen * step.rows * PAGE_TOKENS // state.rows_per_page)
+        total += tokens * state.token_bytes
+    return total
+
+
+def rows_chosen(spec: PlanSpec, op: Op) -> int:
+    """How many compressed rows a row of the step attends to at most; 0: all."""
+    if op.kind != lib.APU_OP_SPARSE_ATTENTION or op.inputs[1] == NONE:
+        return 0
+    return spec.tensors[op.inputs[1]].shape[1]  # ids (T, k)
 
 
 def decode_bytes(spec: PlanSpec, context: int) -> tuple[int, int]:

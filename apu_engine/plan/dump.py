@@ -35,6 +35,7 @@ def lines(spec: PlanSpec) -> Iterator[OpLine]:
     for index, op in enumerate(spec.ops):
         weights = [spec.tensors[weight] for weight in op.weights if weight != NONE]
         states = [spec.states[state] for state in op.states]
+        states = [state for state in states if not state.window] or states  # what grows
         yield OpLine(
             index=index,
             layer=op.layer,

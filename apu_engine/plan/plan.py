@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine._native import NONE, PAGE_TOKENS, Device, Region, WaitTimeout, check, ffi, lib
+from apu_engine._native import NONE, Device, Region, WaitTimeout, check, ffi, lib
 from apu_engine.errors import ApuError
 from apu_engine.plan.spec import PlanSpec, Tensor
 from apu_engine.plan.step import MAX_TOP, Step
@@ -201,7 +201,7 @@ def _describe(spec: PlanSpec) -> tuple[Any, list[Any]]:
         out.dtype = state.dtype
         out.layer = state.layer
         out.group = state.group
-        out.rows_per_page = PAGE_TOKENS
+        out.rows_per_page = state.rows_per_page
         out.window = state.window
         out.heads = state.heads
         out.head_size = state.head_size

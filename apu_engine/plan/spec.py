@@ -27,6 +27,12 @@ OP_NAMES: dict[int, str] = {
     lib.APU_OP_LATENT_STORE: "latent_store",
     lib.APU_OP_HEAD_MATMUL: "head_matmul",
     lib.APU_OP_LATENT_ATTENTION: "latent_attention",
+    lib.APU_OP_STREAMS_IN: "streams_in",
+    lib.APU_OP_STREAMS_OUT: "streams_out",
+    lib.APU_OP_SHARED_STORE: "shared_store",
+    lib.APU_OP_COMPRESS: "compress",
+    lib.APU_OP_INDEX: "index",
+    lib.APU_OP_SPARSE_ATTENTION: "sparse_attention",
 }
 
 
@@ -89,7 +95,8 @@ class Tensor:
 
 @dataclass(slots=True)
 class State:
-    """K, V or the latents of one layer: pages of (heads, 128 rows of head_size), shared page ids within a group.
+    """K, V or other rows of one layer: pages of (heads, rows_per_page rows of head_size) that span 128 tokens; page ids
+    are shared within a group.
 
     Window 0: all tokens.
     """
@@ -103,18 +110,19 @@ class State:
     heads: int
     head_size: int
     page_count: int
+    rows_per_page: int = PAGE_TOKENS
     address: int = 0
 
     @property
     def page_bytes(self) -> int:
-        """Of one page: 128 tokens of all heads."""
-        return self.token_bytes * PAGE_TOKENS
+        """Of one page: what 128 tokens take, all heads."""
+        block = GGML_TYPES[self.dtype]
+        return self.rows_per_page * self.heads * (self.head_size // block.elements) * block.nbytes
 
     @property
     def token_bytes(self) -> int:
-        """Of one token, all heads."""
-        block = GGML_TYPES[self.dtype]
-        return self.heads * (self.head_size // block.elements) * block.nbytes
+        """Of one token, all heads: a page's share, rounded up."""
+        return -(-self.page_bytes // PAGE_TOKENS)
 
 
 @dataclass(slots=True)

@@ -58,6 +58,13 @@ private:
 using Activation = void (*)(const float *gate, const float *up, float *out, uint32_t n);
 Activation activation(const KernelTable &kernels, int32_t kind);
 
+// The limit of a gated pair, where it has one.
+inline void limit_pair(float limit, float *gate, float *up, uint32_t n) {
+  if (limit == 0) return;
+  for (uint32_t i = 0; i < n; ++i) gate[i] = std::min(gate[i], limit);
+  for (uint32_t i = 0; i < n; ++i) up[i] = std::clamp(up[i], -limit, limit);
+}
+
 // Calls f(segment's matrix, its first row, its last, rows after `begin` that it starts at) over rows [begin, end).
 template <typename F> void for_segments(const Tensor &w, uint64_t begin, uint64_t end, F f) {
   auto g = w.segments.begin();

@@ -103,6 +103,7 @@ public:
            : t.d.rows == APU_ROWS_OUTPUT ? uint32_t(step.outputs.size())
                                          : uint32_t(t.rows);
   }
+  int32_t token(const apu_row &row) const { return row.token >= 0 ? row.token : sampled[row.previous]; } // -1: none
   Bump scratch(const Worker &w) const { return Bump(workspace->workers + size_t(w.index) * workspace->worker_bytes); }
 
   // True once the submission was cancelled or failed: long loops end early. Workers may see it at different times.
@@ -143,6 +144,12 @@ std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_head_matmul(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_streams_in(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_streams_out(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_shared_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_compress(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_index(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_sparse_attention(Builder &builder, const apu_op &op);
 
 // Frequencies of a ROPE_STORE op; factors (pairs) or null.
 RopeTable make_rope_table(const apu_op &op, const float *factors);

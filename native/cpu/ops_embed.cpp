@@ -4,13 +4,16 @@
 // that was sampled in the step before is looked up here, so that the next step can be submitted before it is known.
 #include "cpu/ops.h"
 
+#include <cstring>
+
 namespace apu::cpu {
 namespace {
 
 class Embed final : public Op {
 public:
   Embed(Builder &b, const apu_op &op)
-      : table_(*b.info().tensor(op.w[0])), out_(b.scratch(op.out[0])), scale_(op.f[0]), d_(uint32_t(table_.inner)) {}
+      : table_(*b.info().tensor(op.w[0])), out_(b.scratch(op.out[0])), scale_(op.f[0]), d_(uint32_t(table_.inner)),
+        copies_(uint32_t(std::max(op.i[0], 1))) {}
 
   void run(Worker &worker, Run &run) override {
     Split split(worker, uint32_t(run.step.rows.size()), 1);
@@ -18,15 +21,16 @@ public:
       if (run.stopping()) break;
       for (uint32_t t = begin; t < end; ++t) {
         const apu_row &row = run.step.rows[t];
-        int32_t token = row.token >= 0 ? row.token : run.sampled[row.previous];
+        const int32_t token = run.token(row);
         if (token < 0) {
           run.fail(t, APU_E_INVALID, "row %u takes the token of output %d of the step before, which ended without one",
                    t, row.previous);
           break;
         }
-        float *out = out_ + size_t(t) * d_;
+        float *out = out_ + size_t(t) * copies_ * d_;
         run.kernels->dequantize_row(table_.d.dtype, row_address(uint64_t(token)), d_, out);
         if (scale_ != 1.0f) run.kernels->scale(scale_, out, d_);
+        for (uint32_t i = 1; i < copies_; ++i) std::memcpy(out + size_t(i) * d_, out, d_ * sizeof(float));
       }
     }
   }
@@ -42,9 +46,9 @@ private:
   }
 
   const Tensor &table_; // (V, D)
-  float *out_;          // (T, D)
+  float *out_;          // (T, copies, D)
   float scale_;
-  uint32_t d_;
+  uint32_t d_, copies_;
 };
 
 } // namespace

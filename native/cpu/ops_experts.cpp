@@ -45,7 +45,7 @@ public:
       : in_tensor_(*b.info().tensor(op.in[0])), in_(b.scratch(op.in[0])),
         ids_(reinterpret_cast<const int32_t *>(b.scratch(op.in[1]))), weights_(b.scratch(op.in[2])),
         residual_(b.scratch(op.in[3])), out_(b.scratch(op.out[0])), slots_(uint32_t(b.info().tensor(op.in[1])->inner)),
-        activation_(activation(b.kernels(), op.i[0])) {
+        activation_(activation(b.kernels(), op.i[0])), limit_(op.f[1]) {
     for (uint32_t m = 0; m < (activation_ ? 2u : 1u); ++m) {
       Side &s = sides_[m];
       s.w = b.info().tensor(op.w[1 + m]);
@@ -273,6 +273,7 @@ private:
         const uint32_t stop = std::min(n + width, end);
         product(c, sides_[0], c.groups.expert[g], in, count, n, stop, place(c, sides_[1], g, n), c.tile);
         product(c, sides_[1], c.groups.expert[g], in, count, n, stop, place(c, sides_[0], g, stop), c.tile2);
+        limit_pair(limit_, c.tile, c.tile2, count * (stop - n));
         for (size_t i = 0; i < count; ++i)
           activation_(c.tile + i * (stop - n), c.tile2 + i * (stop - n), out_ + size_t(c.groups.pairs[at + i]) * n_ + n,
                       stop - n);
@@ -324,6 +325,7 @@ private:
   float *out_;            // (T, k, N), or (T, N)
   uint32_t slots_;        // k
   Activation activation_; // null in the second half
+  float limit_;
   uint32_t experts_, n_, k_;
   bool floats_ = false, quantized_ = false, panels_ = false;
   Side sides_[2];

@@ -27,7 +27,7 @@ struct Side {
 class Matmul final : public Op {
 public:
   Matmul(Builder &b, const apu_op &op)
-      : in_tensor_(*b.info().tensor(op.in[0])), residual_(b.scratch(op.in[1])), cap_(op.f[1]),
+      : in_tensor_(*b.info().tensor(op.in[0])), residual_(b.scratch(op.in[1])), cap_(op.f[1]), limit_(op.f[2]),
         k_(uint32_t(in_tensor_.inner)), activation_(activation(b.kernels(), op.i[0])) {
     bool floats = false, quantized = false;
     for (; count_ < 4 && op.w[1 + count_] != APU_NONE; ++count_) {
@@ -146,7 +146,10 @@ private:
       if (activation_) product(c, sides_[1], t0, tn, begin, end, row_address(*s.w, end % s.n), c.tile2, width);
       for (size_t t = 0; t < tn; ++t) {
         float *y = c.tile + t * width, *to = out + t * s.n;
-        if (activation_) activation_(y, c.tile2 + t * width, y, width);
+        if (activation_) {
+          limit_pair(limit_, y, c.tile2 + t * width, width);
+          activation_(y, c.tile2 + t * width, y, width);
+        }
         if (cap_ != 0) c.run.kernels->soft_cap(y, cap_, width);
         if (residual_) {
           const float *r = residual_ + (t0 + t) * s.n + begin; // may be out itself
@@ -160,7 +163,7 @@ private:
 
   const Tensor &in_tensor_;
   const float *residual_; // (T, N) or null
-  float cap_;
+  float cap_, limit_;
   uint32_t k_;
   Activation activation_;
   MatrixInput input_;

@@ -4,6 +4,7 @@
 // Angles are position * frequency in double, their cos and sin rounded once; they are computed once per step for all
 // layers that rotate alike.
 #include "cpu/ops.h"
+#include "cpu/rotate.h"
 #include "plan/rope.h"
 
 #include <cmath>
@@ -36,22 +37,6 @@ void fill_ropes(Worker &worker, Run &run, std::span<const uint32_t> tables) {
 }
 
 namespace {
-
-void rotate_halves(float *x, const float *cos, const float *sin, size_t pairs) {
-  for (size_t i = 0; i < pairs; ++i) {
-    float a = x[i], b = x[i + pairs];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + pairs] = b * cos[i] + a * sin[i];
-  }
-}
-
-void rotate_pairs(float *x, const float *cos, const float *sin, size_t pairs) {
-  for (size_t i = 0; i < pairs; ++i) {
-    float a = x[2 * i], b = x[2 * i + 1];
-    x[2 * i] = a * cos[i] - b * sin[i];
-    x[2 * i + 1] = b * cos[i] + a * sin[i];
-  }
-}
 
 class RopeStore final : public Op {
 public:
@@ -100,7 +85,7 @@ private:
       std::memcpy(out, x, d_ * sizeof(float));
     if (!pairs_) return;
     const RopeTable &table = run.workspace->ropes[table_];
-    (halves_ ? rotate_halves : rotate_pairs)(out, table.cos + t * pairs_, table.sin + t * pairs_, pairs_);
+    rotate(out, table.cos + t * pairs_, table.sin + t * pairs_, pairs_, halves_);
   }
 
   const State &k_state_, &v_state_; // pages (K, 128, d)
@@ -131,7 +116,6 @@ public:
   void run(Worker &worker, Run &run) override {
     float *latent = run.scratch(worker).take<float>(d_);
     const uint32_t per_row = heads_ + 1; // a unit is a head of q, or the row that is stored
-    const auto rotate = halves_ ? rotate_halves : rotate_pairs;
     const RopeTable &table = run.workspace->ropes[table_];
     Split split(worker, uint32_t(run.step.rows.size()) * per_row, std::max(1u, 1024 / dq_));
     for (uint32_t begin, end; split.next(begin, end);) {
@@ -141,14 +125,14 @@ public:
         const uint32_t h = u % per_row;
         const float *cos = table.cos + t * pairs_, *sin = table.sin + t * pairs_;
         if (h < heads_) {
-          rotate(q_ + (t * heads_ + h + 1) * dq_ - 2 * pairs_, cos, sin, pairs_);
+          rotate(q_ + (t * heads_ + h + 1) * dq_ - 2 * pairs_, cos, sin, pairs_, halves_);
           continue;
         }
         const uint32_t rank = d_ - 2 * pairs_;
         const float *c = c_ + t * d_;
         run.kernels->rms_norm(c, norm_, nullptr, eps_, latent, rank);
         std::memcpy(latent + rank, c + rank, 2 * pairs_ * sizeof(float));
-        rotate(latent + rank, cos, sin, pairs_);
+        rotate(latent + rank, cos, sin, pairs_, halves_);
         const apu_row &row = run.step.rows[t];
         const uint64_t page = run.step.page_table(row.sequence, state_.d.group)[row.position / kPageTokens];
         store_(latent, d_, row.position % kPageTokens, state_.head(page, 0));

@@ -6,6 +6,7 @@
 #include "cpu/matrix_product.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -21,9 +22,9 @@ public:
       : in_tensor_(*b.info().tensor(op.in[0])), router_(*b.info().tensor(op.w[1])), d_(uint32_t(in_tensor_.inner)),
         experts_(uint32_t(router_.rows)), k_(uint32_t(b.info().tensor(op.out[0])->inner)),
         ids_(reinterpret_cast<int32_t *>(b.scratch(op.out[0]))), weights_(b.scratch(op.out[1])),
-        bias_(b.vector(op.w[2])), softmax_(op.i[0] == APU_SCORE_SOFTMAX), divide_(op.i[1] != 0), scale_(op.f[1]),
-        floor_(op.f[2]), groups_(uint32_t(op.i[2])), groups_used_(uint32_t(op.i[3])), sum2_(op.i[4] == APU_GROUP_SUM2),
-        work_bytes_(b.kernels().work_bytes(d_)) {
+        bias_(b.vector(op.w[2])), table_(b.info().tensor(op.w[3])), score_(op.i[0]), divide_(op.i[1] != 0),
+        scale_(op.f[1]), floor_(op.f[2]), groups_(uint32_t(op.i[2])), groups_used_(uint32_t(op.i[3])),
+        sum2_(op.i[4] == APU_GROUP_SUM2), work_bytes_(b.kernels().work_bytes(d_)) {
     input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], d_, true, false, false);
     input_.reserve(b.workspace, in_tensor_.rows);
     Workspace &ws = b.workspace;
@@ -55,7 +56,7 @@ public:
     Split split(worker, rows, 8);
     for (uint32_t t, end; split.next(t, end);) {
       if (run.stopping()) break;
-      for (; t < end; ++t) choose(*run.kernels, scores + size_t(t) * experts_, choice, t);
+      for (; t < end; ++t) choose(run, scores + size_t(t) * experts_, choice, t);
     }
   }
 
@@ -102,20 +103,37 @@ private:
     });
   }
 
-  void choose(const KernelTable &kernels, float *scores, const Choice &c, size_t t) const {
-    if (softmax_) {
+  void score(const KernelTable &kernels, float *scores) const {
+    if (score_ == APU_SCORE_SOFTMAX) {
       const float sum = kernels.exp_sum(scores, kernels.max(scores, experts_), experts_);
       for (uint32_t e = 0; e < experts_; ++e) scores[e] /= sum;
-    } else {
+    } else if (score_ == APU_SCORE_SIGMOID) {
       for (uint32_t e = 0; e < experts_; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+    } else {
+      for (uint32_t e = 0; e < experts_; ++e)
+        scores[e] = std::sqrt(std::max(scores[e], 0.0f) + std::log1p(std::exp(-std::fabs(scores[e]))));
     }
+  }
+
+  // The row's k experts come first in c.order.
+  void choose(const float *scores, const Choice &c) const {
     for (uint32_t e = 0; e < experts_; ++e) {
       const float rank = bias_ ? scores[e] + bias_[e] : scores[e];
       c.rank[e] = std::isnan(rank) ? kLowest : rank; // a broken row still goes to k experts
     }
     if (groups_) limit(c);
+    best(c.rank, experts_, k_, c.order);
+  }
+
+  void choose(Run &run, float *scores, const Choice &c, size_t t) const {
     uint32_t *order = c.order;
-    best(c.rank, experts_, k_, order);
+    score(*run.kernels, scores);
+    if (table_) {
+      const int32_t token = run.token(run.step.rows[t]); // without one EMBED has failed the step
+      std::memcpy(order, row_address(*table_, uint64_t(std::max(token, 0))), k_ * sizeof(uint32_t));
+    } else {
+      choose(scores, c);
+    }
     std::sort(order, order + k_);
     float factor = scale_;
     if (divide_) {
@@ -132,10 +150,12 @@ private:
   const Tensor &in_tensor_; // (T, D)
   const Tensor &router_;    // (E, D)
   uint32_t d_, experts_, k_;
-  int32_t *ids_;      // (T, k)
-  float *weights_;    // (T, k)
-  const float *bias_; // (E) or null
-  bool softmax_, divide_;
+  int32_t *ids_;        // (T, k)
+  float *weights_;      // (T, k)
+  const float *bias_;   // (E) or null
+  const Tensor *table_; // (V, k) or null
+  int32_t score_;
+  bool divide_;
   float scale_, floor_;
   uint32_t groups_, groups_used_;
   bool sum2_;

@@ -65,8 +65,31 @@ std::unique_ptr<Op> make_op(Builder &b, const apu_op &op) {
   case APU_OP_LATENT_STORE: return make_latent_store(b, op);
   case APU_OP_HEAD_MATMUL: return make_head_matmul(b, op);
   case APU_OP_LATENT_ATTENTION: return make_attention(b, op);
+  case APU_OP_STREAMS_IN: return make_streams_in(b, op);
+  case APU_OP_STREAMS_OUT: return make_streams_out(b, op);
+  case APU_OP_SHARED_STORE: return make_shared_store(b, op);
+  case APU_OP_COMPRESS: return make_compress(b, op);
+  case APU_OP_INDEX: return make_index(b, op);
+  case APU_OP_SPARSE_ATTENTION: return make_sparse_attention(b, op);
   default: return make_sample(b, op); // describe() knows no other
   }
+}
+
+// Experts by token come from the file: none may be past the last.
+apu_status check_table(const PlanInfo &info, const apu_op &op) {
+  const Tensor *t = op.kind == APU_OP_ROUTE ? info.tensor(op.w[3]) : nullptr;
+  if (!t) return APU_OK;
+  const uint64_t experts = info.tensor(op.w[1])->rows;
+  for (const apu_segment &s : t->segments)
+    for (uint64_t r = 0; r < s.row_count; ++r)
+      for (uint64_t i = 0; i < t->inner; ++i) {
+        int32_t id;
+        std::memcpy(&id, reinterpret_cast<const uint8_t *>(s.address + r * s.row_stride) + i * sizeof(id), sizeof(id));
+        if (id < 0 || uint64_t(id) >= experts)
+          return fail(APU_E_INVALID, "tensor \"%s\": token %llu goes to expert %d, expected 0 to %llu", t->name.c_str(),
+                      (unsigned long long)(s.row_begin + r), id, (unsigned long long)(experts - 1));
+      }
+  return APU_OK;
 }
 
 apu_status map_memory(uint64_t bytes, uint8_t *&out, const char *what) {
@@ -82,6 +105,8 @@ apu_status build(Plan &plan) {
   uint64_t arena = std::max<uint64_t>(aligned(plan.info.arena_bytes), 4096);
   if (apu_status s = map_memory(arena, plan.memory, "scratch"); s != APU_OK) return s;
   plan.memory_bytes = arena;
+  for (const apu_op &op : plan.info.ops)
+    if (apu_status s = check_table(plan.info, op); s != APU_OK) return s;
   PlanBuilder builder(plan);
   for (const apu_op &op : plan.info.ops) {
     builder.last_rope = -1;

@@ -245,14 +245,14 @@ typedef struct apu_state {
 /* ---- ops ------------------------------------------------------------------------------------------------------- */
 
 enum {
-  /* out0 (T,D) = f0 * table[token]; w0 table (V,D). */
+  /* out0 (T,D) = f0 * table[token]; w0 table (V,D). i0 > 0: out0 (T,i0,D), so many copies. */
   APU_OP_EMBED = 1,
   /* out0 = rms(in0; f0 = eps) * w0, plus in1 when present; in0, in1, out0 (T,D). */
   APU_OP_RMS_NORM = 2,
   /* in0 (T,K) -> up to four matrices that share it. w0 norm weight (K) or none, with f0 = eps; w1..w4 matrices (N,K),
    * w5..w8 their biases (N) or none; out0..out3 (T,N). in1: residual added to out0, may be out0 itself.
    * i0: APU_ACT_* of a gated pair: w1 gate, w2 up, out0 = act(gate) * up, no other matrix. i1: APU_PRECISION_*.
-   * f1: soft cap of out0, 0 for none. */
+   * f1: soft cap of out0, 0 for none. f2 > 0: gate is at most f2, up between -f2 and f2. */
   APU_OP_MATMUL = 3,
   /* Per-head norm and rotary embedding of q in place (in0 = out0, (T,H,d)) and k (in1 (T,K,d)), then k and v (in2) go
    * to the pages of state0 and state1. w0, w1 q and k norm weights (d) or none, f0 = eps; w2 frequency factors
@@ -271,12 +271,13 @@ enum {
    * Scores (T,E) are i0 = APU_SCORE_* of the products. out0 (T,k) I32: ids of the k best, of equal scores the lowest,
    * ascending in each row. out1 (T,k): their scores, where i1 = 1 divided by their sum or f2 if that is more, times
    * f1. For the choice alone, w2 (E) or none is added to the scores, and where i2 > 0 a row chooses among i3 of i2
-   * groups of experts that lie together: those of the best i4 = APU_GROUP_*, of equal ones the lowest. */
+   * groups of experts that lie together: those of the best i4 = APU_GROUP_*, of equal ones the lowest. With w3 (V,k)
+   * I32 there is no choice: a row goes to its token's k experts, and w2 and i2 are absent. */
   APU_OP_ROUTE = 8,
   /* The chosen experts' matrices, (E,N,K) each as files stack them. in1 (T,k) I32: out0 of an earlier ROUTE over E.
    * i1: APU_PRECISION_DEFAULT or _EXACT.
    * First half, i0 = APU_ACT_*: in0 (T,K), w0 norm weight (K) or none with f0 = eps, w1 gate, w2 up;
-   * out0 (T,k,N) = act(gate) * up.
+   * out0 (T,k,N) = act(gate) * up. f1: as f2 of MATMUL.
    * Second half, i0 = APU_ACT_NONE: in0 (T,k,K), w1; in2 (T,k) the slots' weights; in3 residual (T,N) or none, may be
    * out0 itself; out0 (T,N) = residual + weight * product of slot 0, + of slot 1, ... in this order. */
   APU_OP_EXPERTS = 9,
@@ -291,10 +292,44 @@ enum {
   APU_OP_HEAD_MATMUL = 11,
   /* out0 (T,H*i0) = softmax(f0 * q c^T) c[first i0 elements] over the row's sequence up to its position, c the rows of
    * state0, one head of d elements in F32, F16 or Q8_0; in0 q (T,H,d). f1, w0 and the window as in ATTENTION. */
-  APU_OP_LATENT_ATTENTION = 12
+  APU_OP_LATENT_ATTENTION = 12,
+  /* Hyper-connections, i0 = S streams. Opens a block: in0 (T,S,D); w0 (S*(S+2),S*D), w1 (3), w2 (S*(S+2)). The products
+   * of w0 with the streams, divided by the rms of all of them (f0 = eps), are S of the input, S of the output and S*S
+   * of the mix; each part times its element of w1, plus w2. out0 (T,D) = sum of (sigmoid(input) + f1) * stream. out1
+   * (T,S+S*S): 2 * sigmoid(output); then the mix, softmax of its rows, + f1, whose columns are divided by their sums
+   * + f1 i1 times, and its rows between. Without out1 w0 is (S,S*D), w1 (1), w2 (S): the input alone, after the last
+   * block. */
+  APU_OP_STREAMS_IN = 13,
+  /* Closes a block: out0 (T,S,D), may be in0: stream s = in2[s] * in1 + sum over j of in2[S + j*S + s] * in0's stream
+   * j. in0 (T,S,D), in1 (T,D) what the block made, in2 out1 of STREAMS_IN. i0 = S. */
+  APU_OP_STREAMS_OUT = 14,
+  /* One head that is key and value of all H: q in place (in0 = out0, (T,H,d)): each head divided by its rms (f0 = eps);
+   * in1 (T,d): rms(in1; f0) * w0 (d). Rotary embedding of the last i0 elements of both; in1's others as i3 =
+   * APU_ROUND_*; then in1 goes to the page of state0. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+  APU_OP_SHARED_STORE = 15,
+  /* Compresses m tokens to one row. in0 (T,C*d), in1 (T,C*d) its gate, to which the row of w0 (m,C*d) of position mod m
+   * is added; both go to the page of state0, one head of 2*C*d elements in F32. A row that ends m tokens makes row
+   * position / m of state1, whose pages hold 128 / m rows of one head of d: C = 1: the tokens' in0, weighted by a
+   * softmax over the tokens of each element's gate; C = 2: over the m tokens before, where there are any, with the
+   * first d elements, and the m tokens, with the last d. Then rms(f0 = eps) * w1 (d), rotary embedding of the last i0
+   * elements at the first token's position, and i3 = APU_ROUND_*. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+  APU_OP_COMPRESS = 16,
+  /* Chooses compressed rows. q in place (in0 = out1, (T,H,d)): rotary embedding of the last i0 elements of each head,
+   * then i3 = APU_ROUND_*. Score of row r of state0, as COMPRESS makes them: f7 * sum over heads of in1 (T,H) *
+   * max(q . r, 0). out0 (T,k) I32: of the rows whose tokens all lie up to the row's position, those of the k best
+   * scores, of equal ones the lowest, ascending; then -1. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+  APU_OP_INDEX = 17,
+  /* Attention over the window of state0, as SHARED_STORE fills it, and compressed rows of state1, or none: those of in1
+   * (T,k) I32, as INDEX makes them, or without in1 all whose tokens lie up to the row's position. in0 q (T,H,d); out0
+   * (T,H,d) = softmax(f7 * q c^T) c over these rows c, its last i0 elements then rotated back. w0 sinks (H) or none;
+   * w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+  APU_OP_SPARSE_ATTENTION = 18
 };
 
-enum { APU_SCORE_SOFTMAX = 0, APU_SCORE_SIGMOID = 1 };
+enum { APU_SCORE_SOFTMAX = 0, APU_SCORE_SIGMOID = 1, APU_SCORE_SQRT_SOFTPLUS = 2 };
+/* Rounding of a row to what a narrow type holds, and back (native/quant/rounding.h). E4M3: the elements before the
+ * rotated ones, 64 with a scale. FP4: all of them, by a Hadamard matrix first, then E2M1, 32 with a scale. */
+enum { APU_ROUND_NONE = 0, APU_ROUND_E4M3 = 1, APU_ROUND_FP4 = 2 };
 enum { APU_GROUP_MAX = 0, APU_GROUP_SUM2 = 1 }; /* of a group's scores: the largest, the two largest added */
 
 enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };

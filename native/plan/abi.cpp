@@ -74,6 +74,12 @@ const char *op_name(uint32_t kind) {
   case APU_OP_LATENT_STORE: return "LATENT_STORE";
   case APU_OP_HEAD_MATMUL: return "HEAD_MATMUL";
   case APU_OP_LATENT_ATTENTION: return "LATENT_ATTENTION";
+  case APU_OP_STREAMS_IN: return "STREAMS_IN";
+  case APU_OP_STREAMS_OUT: return "STREAMS_OUT";
+  case APU_OP_SHARED_STORE: return "SHARED_STORE";
+  case APU_OP_COMPRESS: return "COMPRESS";
+  case APU_OP_INDEX: return "INDEX";
+  case APU_OP_SPARSE_ATTENTION: return "SPARSE_ATTENTION";
   default: return "?";
   }
 }

@@ -179,6 +179,20 @@ public:
     return APU_OK;
   }
 
+  // A state of one head in F32 or F16, `rows` a page (0: any).
+  apu_status row_state(int i, uint32_t rows) const {
+    if (op_.state[i] == APU_NONE) return bad("state%d is missing", i);
+    const State &s = info_.states[size_t(op_.state[i])];
+    if (s.d.kind != APU_STATE_PAGED) return bad("state%d \"%s\": expected a paged state", i, s.name.c_str());
+    if (rows && s.d.rows_per_page != rows)
+      return bad("state%d \"%s\": expected %u rows a page, found %u", i, s.name.c_str(), rows, s.d.rows_per_page);
+    if (s.d.dtype != APU_F32 && s.d.dtype != APU_F16)
+      return bad("state%d \"%s\": expected F32 or F16, found %s (%u)", i, s.name.c_str(), dtype_name(s.d.dtype),
+                 s.d.dtype);
+    if (s.d.heads != 1) return bad("state%d \"%s\": expected one head, found %u", i, s.name.c_str(), s.d.heads);
+    return APU_OK;
+  }
+
   // Key and value state, of one group and one number of heads.
   apu_status kv_states() const {
     for (int i = 0; i < 2; ++i)
@@ -251,5 +265,8 @@ private:
 };
 
 apu_status check_op(const PlanInfo &info, size_t index); // in validate_ops.cpp
+apu_status check_sparse_op(const OpCheck &c);            // in validate_sparse.cpp: kinds from STREAMS_IN on
+// The rotary embedding of an op that rotates, of `least` to `most` dims.
+apu_status check_rope(const OpCheck &c, uint64_t least, uint64_t most);
 
 } // namespace apu

@@ -2,6 +2,8 @@
 // relies on. Tensors and states have been checked before (validate.cpp).
 #include "plan/op_check.h"
 
+#include <algorithm>
+
 namespace apu {
 namespace {
 
@@ -13,7 +15,8 @@ apu_status check_embed(const OpCheck &c) {
   if (table.rows < c.info().vocabulary)
     return c.bad("w0 \"%s\" %s: expected at least %u rows, the vocabulary", table.name.c_str(), dims(table.d).c_str(),
                  c.info().vocabulary);
-  return c.scratch("out", 0, op.out[0], table.inner, APU_ROWS_STEP);
+  TRY(c.number("i0 (copies)", op.i[0], 0, 16));
+  return c.scratch("out", 0, op.out[0], table.inner * uint64_t(std::max(op.i[0], 1)), APU_ROWS_STEP);
 }
 
 apu_status check_rms_norm(const OpCheck &c) {
@@ -40,6 +43,7 @@ apu_status check_matmul(const OpCheck &c) {
   TRY(c.vector(0, in.inner));
   TRY(c.positive("f0 (eps)", op.f[0], true));
   TRY(c.positive("f1 (soft cap)", op.f[1], true));
+  TRY(c.positive("f2 (limit)", op.f[2], true));
   TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
   TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_FINE));
   bool gated = op.i[0] != APU_ACT_NONE, ended = false;
@@ -79,26 +83,6 @@ apu_status check_matmul(const OpCheck &c) {
     TRY(c.same_rows("in", 1, op.in[1], out));
   }
   return c.aliases({{1, 0}});
-}
-
-// The rotary embedding of ROPE_STORE and LATENT_STORE; `most` dims.
-apu_status check_rope(const OpCheck &c, uint64_t least, uint64_t most) {
-  const apu_op &op = c.op();
-  TRY(c.positive("f0 (eps)", op.f[0], true));
-  TRY(c.number("i0 (rotary dims)", op.i[0], int32_t(least), int32_t(most)));
-  if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
-  TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
-  TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
-  if (op.i[0] == 0) return APU_OK;
-  TRY(c.vector(2, uint64_t(op.i[0]) / 2));
-  TRY(c.positive("f1 (base)", op.f[1], false));
-  TRY(c.positive("f2 (frequency scale)", op.f[2], false));
-  TRY(c.positive("f3 (YaRN extrapolation mix)", op.f[3], true));
-  TRY(c.positive("f4 (magnitude)", op.f[4], false));
-  if (op.f[3] == 0) return APU_OK;
-  TRY(c.number("i2 (original context)", op.i[2], 1, INT32_MAX));
-  TRY(c.positive("f5 (beta_fast)", op.f[5], false));
-  return c.positive("f6 (beta_slow)", op.f[6], false);
 }
 
 apu_status check_rope_store(const OpCheck &c) {
@@ -217,8 +201,8 @@ apu_status check_sample(const OpCheck &c) {
 
 apu_status check_route(const OpCheck &c) {
   const apu_op &op = c.op();
-  TRY(c.operands(1, 3, 7, 0));
-  TRY(c.scratch("in", 0, op.in[0], 0, -1));
+  TRY(c.operands(1, 3, 15, 0));
+  TRY(c.scratch("in", 0, op.in[0], 0, op.w[3] == APU_NONE ? -1 : APU_ROWS_STEP));
   const Tensor &in = *c.info().tensor(op.in[0]);
   TRY(c.vector(0, in.inner));
   TRY(c.matrix(1, 0, in.inner));
@@ -234,8 +218,15 @@ apu_status check_route(const OpCheck &c) {
     return c.bad("out0 \"%s\" %s: expected at most %llu experts of all rows", ids.name.c_str(), dims(ids.d).c_str(),
                  u64(kMaxRowHeads));
   TRY(c.slots("out", 1, op.out[1], ids.inner, APU_F32, in));
-  TRY(c.number("i0 (score)", op.i[0], APU_SCORE_SOFTMAX, APU_SCORE_SIGMOID));
+  TRY(c.number("i0 (score)", op.i[0], APU_SCORE_SOFTMAX, APU_SCORE_SQRT_SOFTPLUS));
   TRY(c.number("i1 (divide by the sum)", op.i[1], 0, 1));
+  if (const Tensor *table = c.info().tensor(op.w[3])) {
+    if (table->d.ndim != 2 || table->d.dtype != APU_I32 || table->rows < c.info().vocabulary ||
+        table->inner != ids.inner)
+      return c.bad("w3 \"%s\": expected shape (%u, %llu) in I32, found %s in %s", table->name.c_str(),
+                   c.info().vocabulary, u64(ids.inner), dims(table->d).c_str(), dtype_name(table->d.dtype));
+    if (op.w[2] != APU_NONE || op.i[2] != 0) return c.bad("w3: a row's experts are given, expected no w2 and i2 = 0");
+  }
   TRY(c.vector(2, router.rows));
   TRY(c.number("i2 (groups)", op.i[2], 0, int32_t(router.rows)));
   if (op.i[2] > 0) {
@@ -268,12 +259,13 @@ apu_status check_experts(const OpCheck &c) {
     TRY(c.operands(15, 1, 2, 0));
   TRY(c.scratch("in", 0, op.in[0], 0, -1));
   const Tensor &in = *c.info().tensor(op.in[0]);
+  TRY(c.positive("f1 (limit)", op.f[1], true));
   TRY(c.slots("in", 1, op.in[1], 0, APU_I32, in));
   const Tensor &ids = *c.info().tensor(op.in[1]);
   const apu_op *route = c.writer(op.in[1]);
-  if (!route)
+  if (!route || route->kind != APU_OP_ROUTE)
     return c.bad("in1 \"%s\": expected ids of an earlier ROUTE, found no op that writes it", ids.name.c_str());
-  uint64_t experts = c.info().tensor(route->w[1])->rows, k = ids.inner; // nothing else writes I32
+  uint64_t experts = c.info().tensor(route->w[1])->rows, k = ids.inner;
   if (in.inner % (gated ? 1 : k) != 0)
     return c.bad("in0 \"%s\" %s: expected a part for each of %llu experts of a row", in.name.c_str(),
                  dims(in.d).c_str(), u64(k));
@@ -299,6 +291,25 @@ apu_status check_experts(const OpCheck &c) {
 
 } // namespace
 
+apu_status check_rope(const OpCheck &c, uint64_t least, uint64_t most) {
+  const apu_op &op = c.op();
+  TRY(c.positive("f0 (eps)", op.f[0], true));
+  TRY(c.number("i0 (rotary dims)", op.i[0], int32_t(least), int32_t(most)));
+  if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
+  TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
+  TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
+  if (op.i[0] == 0) return APU_OK;
+  TRY(c.vector(2, uint64_t(op.i[0]) / 2));
+  TRY(c.positive("f1 (base)", op.f[1], false));
+  TRY(c.positive("f2 (frequency scale)", op.f[2], false));
+  TRY(c.positive("f3 (YaRN extrapolation mix)", op.f[3], true));
+  TRY(c.positive("f4 (magnitude)", op.f[4], false));
+  if (op.f[3] == 0) return APU_OK;
+  TRY(c.number("i2 (original context)", op.i[2], 1, INT32_MAX));
+  TRY(c.positive("f5 (beta_fast)", op.f[5], false));
+  return c.positive("f6 (beta_slow)", op.f[6], false);
+}
+
 apu_status check_op(const PlanInfo &info, size_t index) {
   const apu_op &op = info.ops[index];
   OpCheck c(info, op, index);
@@ -315,6 +326,12 @@ apu_status check_op(const PlanInfo &info, size_t index) {
   case APU_OP_LATENT_STORE: return check_latent_store(c);
   case APU_OP_HEAD_MATMUL: return check_head_matmul(c);
   case APU_OP_LATENT_ATTENTION: return check_latent_attention(c);
+  case APU_OP_STREAMS_IN:
+  case APU_OP_STREAMS_OUT:
+  case APU_OP_SHARED_STORE:
+  case APU_OP_COMPRESS:
+  case APU_OP_INDEX:
+  case APU_OP_SPARSE_ATTENTION: return check_sparse_op(c);
   default: return fail(APU_E_UNSUPPORTED, "op %zu: unknown kind %u", index, op.kind);
   }
 }

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from synthesis import vocabularies
 from synthesis.blocks import NUMBERS, block_bytes, block_elements
 
@@ -29,26 +31,32 @@ class Preset:
     keys: Mapping[str, Any] = field(default_factory=dict)
     size: float = 0.0
     tied: bool = False
+    types: Mapping[str, str] = field(default_factory=dict)  # of matrices by name, in place of what --type gives
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`layer(i, letters)`: tensors of layer i without their prefix. `other`: those outside, output excepted."""
+    """`layer(i, letters)`: tensors of layer i without their prefix. `other`: those outside, output excepted.
+
+    `types`: of matrices that have the same type in every file, by name without the layer.
+    """
 
     keys: Callable[[Mapping[str, int]], dict[str, Any]]
     layer: Callable[[int, Mapping[str, int]], Mapping[str, str]]
     vocabulary: Callable[[int], dict[str, Any]]
     presets: Mapping[str, Preset]
     other: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file; `shape` is outermost dimension first."""
+    """One tensor of a file; `shape` is outermost dimension first. Entries of an I32 table lie below `bound`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    bound: int = 0
 
     @property
     def blocks(self) -> int:
@@ -170,6 +178,92 @@ def _latent(
     sizes = {"H": H, "Rq": Rq, "Rk": Rk, "dn": dn, "dr": dr, "dv": dv, "d": Rk + dr, "dq": dn + dr}
     return sizes | {"groups": groups, "used": used, "sigmoid": 0}
 
+
+def _deepseek4_ratios(s: Mapping[str, int]) -> list[int]:
+    """Tokens of a compressed row by layer: none in the first two, then 4 and 128 in turn."""
+    return [0 if layer < 2 else 128 if layer % 2 else 4 for layer in range(s["L"])]
+
+
+def _deepseek4_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "context_length": 1_048_576,
+        "embedding_length": s["D"],
+        "block_count": s["L"],
+        "vocab_size": s["V"],
+        "attention.head_count": s["H"],
+        "attention.head_count_kv": 1,
+        "attention.key_length": s["d"],
+        "attention.value_length": s["d"],
+        "attention.q_lora_rank": s["Rq"],
+        "attention.output_lora_rank": s["Ro"],
+        "attention.output_group_count": s["G"],
+        "attention.sliding_window": 128,
+        "attention.compress_ratios": np.array(_deepseek4_ratios(s), np.int32),
+        "attention.compress_rope_freq_base": 160_000.0,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.indexer.head_count": s["Hi"],
+        "attention.indexer.key_length": s["di"],
+        "attention.indexer.top_k": s["ki"],
+        "rope.dimension_count": s["dr"],
+        "rope.freq_base": 10_000.0,
+        "rope.scaling.factor": 16.0,
+        "rope.scaling.original_context_length": 65_536,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "hyper_connection.count": s["S"],
+        "hyper_connection.sinkhorn_iterations": 20,
+        "hyper_connection.epsilon": 1e-6,
+        "hash_layer_count": min(s["hashed"], s["L"]),
+        "swiglu_clamp_exp": np.full(s["L"], 10.0, np.float32),
+        "expert_count": s["E"],
+        "expert_used_count": s["k"],
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": s["F"],
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+    }
+
+
+def _deepseek4_layer(layer: int, s: Mapping[str, int]) -> dict[str, str]:
+    ratio, mixed = _deepseek4_ratios(s)[layer], s["S"] * (s["S"] + 2)
+
+    def streams(half: str) -> dict[str, str]:
+        return {f"hc_{half}_fn": f"{mixed} S*D", f"hc_{half}_scale": "3", f"hc_{half}_base": f"{mixed}"}
+
+    def compressor(name: str, size: str, norm: str) -> dict[str, str]:
+        parts = {f"{name}_ape": f"{ratio} {size}", f"{name}_kv": f"{size} D", f"{name}_gate": f"{size} D"}
+        return parts | {f"{name}_norm": norm}
+
+    out = streams("attn") | {"attn_norm": "D", "attn_q_a": "Rq D", "attn_q_a_norm": "Rq", "attn_q_b": "H*d Rq"}
+    out |= {"attn_kv": "d D", "attn_kv_a_norm": "d", "attn_sinks": "H"}
+    out |= {"attn_output_a": "G*Ro dg", "attn_output_b": "D G*Ro"}
+    if ratio:
+        out |= compressor("attn_compressor", "2*d" if ratio == 4 else "d", "d")
+    if ratio == 4:
+        out |= {"indexer.attn_q_b": "Hi*di Rq", "indexer.proj": "Hi D"} | compressor("indexer_compressor", "2*di", "di")
+    out |= streams("ffn") | {"ffn_norm": "D", "ffn_gate_inp": "E D"}
+    out |= {"ffn_gate_tid2eid": "V k"} if layer < s["hashed"] else {"exp_probs_b.bias": "E"}
+    out |= {"ffn_gate_exps": "E F D", "ffn_up_exps": "E F D", "ffn_down_exps": "E D F"}
+    return out | {"ffn_gate_shexp": "F D", "ffn_up_shexp": "F D", "ffn_down_shexp": "D F"}
+
+
+_COMPRESSOR = ("ape", "kv", "gate")
+_DEEPSEEK4_TYPES = {
+    "ffn_gate_tid2eid": "I32",
+    **dict.fromkeys(("hc_attn_fn", "hc_ffn_fn", "output_hc_fn", "indexer.attn_q_b", "indexer.proj"), "F16"),
+    **{f"{name}_compressor_{part}": "F16" for name in ("attn", "indexer") for part in _COMPRESSOR},
+}
+_V4_FLASH = {"L": 43, "D": 4096, "H": 64, "d": 512, "dr": 64, "Rq": 1024, "Ro": 1024, "G": 8, "dg": 4096, "F": 2048}
+_V4_FLASH |= {"Hi": 64, "di": 128, "ki": 512, "S": 4, "E": 256, "k": 6, "hashed": 3, "V": 129_280}
+_V4_TINY = {"L": 6, "D": 256, "H": 8, "d": 64, "dr": 32, "Rq": 256, "Ro": 128, "G": 2, "dg": 256, "F": 256}
+_V4_TINY |= {"Hi": 4, "di": 64, "ki": 16, "S": 4, "E": 8, "k": 2, "hashed": 2, "V": 1024}
+_V4_Q2 = {
+    **dict.fromkeys(("attn_q_a", "attn_q_b", "attn_kv", "attn_output_a", "attn_output_b", "output"), "Q8_0"),
+    **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "Q8_0"),
+    **dict.fromkeys(("token_embd", "ffn_gate_inp"), "F16"),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "IQ2_XXS"),
+    "ffn_down_exps": "Q2_K",
+}
 
 _LLAMA_V, _QWEN_V = 128_256, 151_936
 
@@ -297,6 +391,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             ),
         },
     ),
+    "deepseek4": Architecture(
+        keys=_deepseek4_keys,
+        layer=_deepseek4_layer,
+        vocabulary=vocabularies.deepseek,
+        other={"output_hc_fn": "S S*D", "output_hc_scale": "1", "output_hc_base": "S"},
+        types=_DEEPSEEK4_TYPES,
+        presets={
+            "tiny": Preset(_V4_TINY, "for tests"),
+            "v4-flash-q2": Preset(_V4_FLASH, "DeepSeek V4 Flash in the types of its 2-bit file", types=_V4_Q2),
+        },
+    ),
 }
 
 
@@ -368,12 +473,12 @@ def _fitting(dtype: str, row: int) -> str:
 
 
 def _shape(letters: str, s: Mapping[str, int]) -> tuple[int, ...]:
-    """ "H*d D" as numbers; a dimension is a product of letters, or a letter divided by 2."""
+    """ "H*d D" as numbers; a dimension is a product of letters and numbers, or a letter divided by 2."""
 
     def dimension(text: str) -> int:
         if text.endswith("/2"):
             return s[text[:-2]] // 2
-        return math.prod(s[letter] for letter in text.split("*"))
+        return math.prod(int(letter) if letter.isdigit() else s[letter] for letter in text.split("*"))
 
     return tuple(dimension(text) for text in letters.split())
 
@@ -385,9 +490,15 @@ def tensors(arch: Architecture, preset: Preset, mix: Mix, layers: int) -> list[T
 
     def add(name: str, letters: str, dtype: str) -> None:
         shape = _shape(letters, s)
-        small = len(shape) == 1 or name.endswith(_ROUTERS)
+        own = name.split(".", 2)[2] if name.startswith("blk.") else name
         full = name if name.endswith(".bias") else f"{name}.weight"
-        out.append(Tensor(full, shape, "F32" if small else _fitting(dtype, shape[-1])))
+        fixed = preset.types.get(own) or arch.types.get(own)
+        if len(shape) == 1:
+            out.append(Tensor(full, shape, "F32"))
+        elif fixed:
+            out.append(Tensor(full, shape, fixed, s["E"] if fixed == "I32" else 0))
+        else:
+            out.append(Tensor(full, shape, "F32" if name.endswith(_ROUTERS) else _fitting(dtype, shape[-1])))
 
     add("token_embd", "V D", mix.output if preset.tied else mix.embedding)
     for name, letters in arch.other.items():

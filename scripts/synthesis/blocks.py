@@ -159,7 +159,9 @@ LAYOUTS: dict[str, Layout] = {
     "MXFP4": Layout(5.852, locked=(0, 1), finish=_coded(_E8M0, 1)),
     "NVFP4": Layout(5.852, locked=(0, 4), finish=_coded(_UE4M3, 4)),
 }
-NUMBERS: dict[str, int] = {block.name: number for number, block in GGML_TYPES.items() if block.name in LAYOUTS}
+NUMBERS: dict[str, int] = {
+    block.name: number for number, block in GGML_TYPES.items() if block.name in LAYOUTS or block.name == "I32"
+}
 
 
 def block_elements(dtype: str) -> int:

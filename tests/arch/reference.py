@@ -13,6 +13,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -52,6 +54,35 @@ _DEEPSEEK = _LLAMA | {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_DEEPSEEK4 = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q_a.weight": "self_attn.q_a_proj.weight",
+    "attn_q_a_norm.weight": "self_attn.q_a_norm.weight",
+    "attn_q_b.weight": "self_attn.q_b_proj.weight",
+    "attn_kv.weight": "self_attn.kv_proj.weight",
+    "attn_kv_a_norm.weight": "self_attn.kv_norm.weight",
+    "attn_output_a.weight": "self_attn.o_a_proj.weight",
+    "attn_output_b.weight": "self_attn.o_b_proj.weight",
+    "attn_sinks.weight": "self_attn.sinks",
+    "indexer.attn_q_b.weight": "self_attn.compressor.indexer.q_b_proj.weight",
+    "indexer.proj.weight": "self_attn.compressor.indexer.scorer.weights_proj.weight",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "ffn_gate_tid2eid.weight": "mlp.gate.tid2eid",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{n}_shexp.weight": f"mlp.shared_experts.{n}_proj.weight" for n in ("gate", "up", "down")},
+    **{f"hc_{half}_{n}.weight": f"{half}_hc.{n}" for half in ("attn", "ffn") for n in ("fn", "base", "scale")},
+    **{
+        f"{ours}_{part}.weight": f"self_attn.{theirs}.{name}"
+        for ours, theirs in (("attn_compressor", "compressor"), ("indexer_compressor", "compressor.indexer"))
+        for part, name in (
+            ("kv", "kv_proj.weight"),
+            ("gate", "gate_proj.weight"),
+            ("ape", "position_bias"),
+            ("norm", "kv_norm.weight"),
+        )
+    },
 }
 _GEMMA3 = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
 _OUTER = {
@@ -203,6 +234,90 @@ def deepseek(
     if s["sigmoid"]:
         return _filled(DeepseekV3ForCausalLM(DeepseekV3Config(**fields | extra)), state)
     return _filled(DeepseekV2ForCausalLM(DeepseekV2Config(**fields | extra)), state)
+
+
+def deepseek4(
+    tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any
+) -> torch.nn.Module:
+    """DeepseekV4ForCausalLM with the tiny model's weights; it has no rounding of cached rows."""
+    s = tiny.shape
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    part = {"partial_rotary_factor": s["rope"] / s["d"]}
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}
+    yarn |= {"rope_theta": 160000.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    layers = len(s["ratios"])
+    fields: dict[str, Any] = {
+        "vocab_size": s["V"],
+        "hidden_size": s["D"],
+        "moe_intermediate_size": s["Fe"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": s["H"],
+        "head_dim": s["d"],
+        "q_lora_rank": s["q_rank"],
+        "num_experts_per_tok": s["used"],
+        "n_routed_experts": s["experts"],
+        "layer_types": [kinds[ratio] for ratio in s["ratios"]],
+        "mlp_layer_types": ["hash_moe" if layer < s["hashed"] else "moe" for layer in range(layers)],
+        "hc_mult": s["streams"],
+        "swiglu_limit": s["limit"],
+        "o_groups": s["groups"],
+        "o_lora_rank": s["out_rank"],
+        "index_n_heads": s["index_heads"],
+        "index_head_dim": s["index_size"],
+        "index_topk": s["top_k"],
+        "max_position_embeddings": s["context"],
+        "rms_norm_eps": s["eps"],
+        "rope_parameters": {"main": part | {"rope_type": "default", "rope_theta": 10000.0}, "compress": part | yarn},
+        "attn_implementation": "eager",
+        **part,
+    }
+    given: dict[str, Any] = dict(tensors or tiny.tensors)
+    state = {f"model.hc_head.hc_{n}": given.pop(f"output_hc_{n}.weight") for n in ("fn", "base", "scale")}
+    for layer in range(layers):
+        gate, up, down = (given.pop(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+        experts = f"model.layers.{layer}.mlp.experts"
+        state |= {f"{experts}.gate_up_proj": np.concatenate([gate, up], 1), f"{experts}.down_proj": down}
+    for name, values in given.items():
+        if name in _OUTER:
+            state[_OUTER[name]] = values
+        else:
+            _, number, own = name.split(".", 2)
+            state[f"model.layers.{number}.{_DEEPSEEK4[own]}"] = values
+    return _filled(DeepseekV4ForCausalLM(DeepseekV4Config(**fields | extra)), state)
+
+
+def rounded_rows(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model with rows rounded as it was trained: E4M3 of what is not rotated, FP4 of the indexer's."""
+    rope = model.config.qk_rope_head_dim
+
+    def e4m3(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        parts = list(out[..., :-rope].split(64, -1))
+        for i, part in enumerate(parts):
+            scale = 2.0 ** (part.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil()
+            parts[i] = (part / scale).to(torch.float8_e4m3fn).float() * scale
+        return torch.cat([*parts, out[..., -rope:]], -1)
+
+    def fp4(x: torch.Tensor) -> torch.Tensor:
+        size, levels = x.shape[-1], torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        hadamard = torch.ones(1, 1)
+        while len(hadamard) < size:
+            hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
+        groups = (x.float() @ hadamard * size**-0.5).unflatten(-1, (-1, 32))
+        scale = 2.0 ** (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+        nearest = ((groups / scale).abs().unsqueeze(-1) - levels).abs().argmin(-1)
+        return (groups.sign() * levels[nearest] * scale).flatten(-2)
+
+    def narrow(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return fp4(inputs[0]), fp4(inputs[1]), *inputs[2:]
+
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.kv_norm.register_forward_hook(e4m3)
+        if attention.compressor is not None:
+            attention.compressor.kv_norm.register_forward_hook(e4m3)
+        if hasattr(attention.compressor, "indexer"):
+            attention.compressor.indexer.scorer.register_forward_pre_hook(narrow)
+    return model
 
 
 def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]:

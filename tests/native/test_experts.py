@@ -349,7 +349,7 @@ BROKEN: list[tuple[Callable[[Mixture], None], str]] = [
     (put(1, "out", 1, NONE), "op 1 ROUTE: out1 is missing"),
     (extra(1, "out", 0, 9, dtype=lib.APU_I32), r'op 1 ROUTE: out0 "extra" \(40, 9\): expected at most 8 experts a row'),
     (extra(1, "out", 0, 3, dtype=lib.APU_I32, rows=OUTPUT), 'op 1 ROUTE: out0 "extra".*rows differ from those of "x"'),
-    (put(1, "i", 0, 2), r"op 1 ROUTE: i0 \(score\) is 2, expected 0 to 1"),
+    (put(1, "i", 0, 3), r"op 1 ROUTE: i0 \(score\) is 3, expected 0 to 2"),
     (put(1, "i", 1, 2), r"op 1 ROUTE: i1 \(divide by the sum\) is 2"),
     (put(1, "f", 0, -1.0), r"op 1 ROUTE: f0 \(eps\) is -1"),
     (put(1, "f", 1, 0.0), r"op 1 ROUTE: f1 \(scale\) is 0"),

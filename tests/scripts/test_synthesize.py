@@ -120,12 +120,13 @@ def test_two_runs_write_the_same_bytes_that_gguf_reads(name: str, tmp_path: Path
     assert [(t.name, tuple(t.shape.tolist()[::-1]), t.tensor_type.name) for t in reader.tensors] == [
         (t.name, t.shape, t.dtype) for t in wanted
     ]
-    assert {t.dtype for t in wanted} == {"F32", "Q4_K", "Q6_K"}
+    assert {t.dtype for t in wanted} == {"F32", "Q4_K", "Q6_K", *ARCHITECTURES[name].types.values()}
     assert reader.get_field("general.file_type").contents() == 15
     assert len(reader.get_field("tokenizer.ggml.tokens").data) == chosen.letters["V"]
     for tensor in reader.tensors:
         if len(tensor.shape) == 1 and tensor.name != "rope_freqs.weight":
-            assert 0.9 <= tensor.data.min() < tensor.data.max() <= 1.1
+            assert 0.9 <= tensor.data.min() <= tensor.data.max() <= 1.1
+            assert tensor.data.size == 1 or tensor.data.min() < tensor.data.max()
 
 
 def test_rotary_factors_are_llama_3s(tmp_path: Path) -> None:
@@ -172,6 +173,16 @@ def test_the_moe_preset_has_layers_up_to_its_size(dtype: str) -> None:
     size = sum(tensor.nbytes for tensor in tensors(chosen, preset, MIXES[dtype], layers))
     assert 2.75e9 < size < 3.05e9
     assert {"Q4_0": 8, "Q2_K": 14, "IQ2_XXS": 18}[dtype] == layers
+
+
+def test_the_2_bit_preset_of_v4_flash_has_the_published_size() -> None:
+    chosen = ARCHITECTURES["deepseek4"]
+    preset = chosen.presets["v4-flash-q2"]
+    table = tensors(chosen, preset, MIXES["Q4_0"], preset.letters["L"])
+    assert abs(sum(tensor.nbytes for tensor in table) / 2**30 - 80.758) < 0.01
+    types = {tensor.name: tensor.dtype for tensor in table}
+    assert types["blk.9.ffn_up_exps.weight"] == "IQ2_XXS" and types["blk.9.ffn_down_exps.weight"] == "Q2_K"
+    assert types["blk.2.indexer_compressor_kv.weight"] == "F16" and types["blk.2.ffn_gate_tid2eid.weight"] == "I32"
 
 
 def test_rows_that_blocks_do_not_divide_get_another_type() -> None:
