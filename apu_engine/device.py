@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from apu_engine.config import hip_library_wanted
 from apu_engine.errors import ConfigError, GpuError
 from apu_engine.memory.machine import AmdGpu, Machine
 
@@ -64,12 +65,17 @@ def pick_device(request: str = "auto", kernels: str | None = None) -> Choice:
     return choice
 
 
-def _find(request: str, kernels: str | None) -> tuple[Device | None, Choice]:
-    """An open GPU, or None for the cpu."""
+def kind_and_index(request: str) -> tuple[str, int]:
+    """("hip", 1) for "hip:1", ("auto", 0) for "auto". Raises ConfigError for what is no device's name."""
     match = _REQUEST.fullmatch(request)
     if match is None or (match[2] is not None and match[1] in ("auto", "cpu")):
         raise ConfigError(f"--device {request}: expected auto, cpu, hip[:N] or cuda[:N]", "device")
-    kind, index = match[1], int(match[2] or 0)
+    return match[1], int(match[2] or 0)
+
+
+def _find(request: str, kernels: str | None) -> tuple[Device | None, Choice]:
+    """An open GPU, or None for the cpu."""
+    kind, index = kind_and_index(request)
     if kind == "cpu":
         return None, Choice("cpu", 0, "as asked")
     if kind == "auto":
@@ -118,6 +124,8 @@ def _open(
         return _native.Device(kind, index, kernels=kernels, runtime=library), "", runtime
     except (_native.UnsupportedError, _native.DeviceError) as error:
         problem = re.sub(r"^device (hip|cuda): ", "", str(error))
+    if kind == "hip" and (named := hip_library_wanted()) and named in problem:
+        problem += "; APU_HIP_LIBRARY names that file: correct or unset it"
     if runtime is not None:
         problem += "".join(f"; {copy.path}: {why}" for copy, why in runtime.refused)
     return None, problem, runtime

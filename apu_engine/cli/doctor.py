@@ -29,9 +29,11 @@ def doctor(
     Each check has a verdict (ok, info, warn, bad, absent) and, where something can be better, the exact remedy.
     The exit status is 1 when something is bad, else 0. docs/doctor.md explains every check.
     """
+    from apu_engine.device import kind_and_index
     from apu_engine.doctor import examine, request_of
     from apu_engine.memory.machine import Machine
 
+    kind_and_index(config.device)
     report = examine(Machine(), request_of(config, full))
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))

@@ -150,7 +150,7 @@ class Context:
         """Why the GPU's checks are absent."""
         if not self.wanted:
             return f"not used with --device {self.request.device}"
-        return "no AMD GPU" if not self.gpus else f"no GPU {self.request.device}; there are {len(self.gpus)}"
+        return "no AMD GPU" if not self.gpus else f"no GPU {self.request.device} among {len(self.gpus)}"
 
     @cached_property
     def strix(self) -> bool:

@@ -98,7 +98,11 @@ def _members(ctx: Context, group: str) -> list[str]:
 def gpu(ctx: Context) -> Check:
     """The target's name and how well it is supported."""
     if ctx.gpu is None:
-        return absent("gpu", ctx.no_gpu)
+        if not ctx.gpus:
+            return absent("gpu", ctx.no_gpu)
+        return Check(
+            "gpu", "bad", ctx.no_gpu, tuple(f"--device hip:{n} is {gpu.gfx}" for n, gpu in enumerate(ctx.gpus))
+        )
     target, units = ctx.gpu.gfx, ctx.gpu.compute_units
     data = {"gfx": target, "compute_units": units, "pci": ctx.gpu.pci, "tier": tier(target), "count": len(ctx.gpus)}
     value = f"{target}, {units} CU; {tier(target)}"

@@ -33,6 +33,12 @@ def test_a_table_and_remedies(
     assert out.splitlines()[-1].startswith("doctor: 2 bad (MES firmware 0x83, GTT 9.0 GiB without an owner), ")
 
 
+@pytest.mark.parametrize("extra", [[], ["--full"]])
+def test_a_device_that_is_none(capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
+    assert main(["doctor", "--device", "hip:x", *extra]) == 2
+    assert capsys.readouterr().err == "apu-engine: --device hip:x: expected auto, cpu, hip[:N] or cuda[:N]\n"
+
+
 def test_equal_remedies_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,19 @@ def test_a_gpu_without_kernels_of_its_kind(machine: Path) -> None:
     assert (found.kind, found.reason) == ("cpu", "gfx1036 is present, but there are no kernels for it")
 
 
+@pytest.mark.parametrize("content", [None, b"text", b""])
+def test_a_library_that_the_environment_names(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    path = tmp_path / "libamdhip64.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv("APU_HIP_LIBRARY", str(path))
+    for request, error in (("auto", GpuError), ("hip:0", ConfigError)):
+        with pytest.raises(error, match=f"{path} .*; APU_HIP_LIBRARY names that file: correct or unset it"):
+            pick_device(request)
+
+
 def test_a_gpu_without_a_runtime(machine: Path) -> None:
     """Never passed over for the CPU."""
     missing = "/nowhere/libamdhip64.so was not found; install ROCm's HIP runtime"
