@@ -115,7 +115,7 @@ class Report:
 
 def _brief(checks: Sequence[Check]) -> str:
     """The first two by name and what comes first in their values."""
-    shown = [f"{check.title} {re.split('[;:(]', check.value)[0].strip()[:60]}" for check in checks[:2]]
+    shown = [f"{check.title} {re.split('[;(]|: ', check.value)[0].strip()[:60]}" for check in checks[:2]]
     return ", ".join([*shown, "..."] if len(checks) > 2 else shown)
 
 

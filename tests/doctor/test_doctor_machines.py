@@ -369,7 +369,9 @@ def test_another_device_is_asked_for(tmp_path: Path) -> None:
     assert {check(report, name).value for name in GPU} == {"not used with --device cpu"}
     assert check(report, "kernel").verdict == "ok"
     assert "bad" not in verdicts(report).values()
-    gpu = check(look(POINT, tmp_path, device="hip:1"), "gpu")
+    report = look(POINT, tmp_path, device="hip:1")
+    gpu = check(report, "gpu")
+    assert "(GPU no GPU hip:1 among 1" in report.line()
     assert (gpu.verdict, gpu.value, gpu.remedy) == ("bad", "no GPU hip:1 among 1", ("--device hip:0 is gfx1150",))
     assert check(look(POINT, tmp_path, device="hip:0"), "gpu").data["gfx"] == "gfx1150"
 
