@@ -25,7 +25,7 @@ _FAMILIES = {
     **dict.fromkeys(("ffn_gate", "ffn_up"), "gate/up"),
     "ffn_down": "down",
     **dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"), "shared experts"),
-    "ffn_gate_inp": "router",
+    **dict.fromkeys(("ffn_gate_inp", "ffn_gate_tid2eid"), "router"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "experts"),
     **dict.fromkeys(("output", "token_embd"), "head"),
 }
