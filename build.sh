@@ -92,7 +92,7 @@ install_extra() { # EXTRA SPEC
   [ "$(cat "$stamp" 2>/dev/null)" != "$state" ] || return 0
   say "building with $cxx and installing apu_engine ($2); this takes a minute or two"
   rm -f .venv/apu-stamp-*
-  pip install -C cmake.define.APU_GPU_TARGETS=none -e "$2" || die "installation failed; the lines above say why"
+  SKBUILD_CMAKE_DEFINE=APU_GPU_TARGETS=none pip install -e "$2" || die "installation failed; the lines above say why"
   .venv/bin/python -c 'import apu_engine._native' || die "the native library does not load; try ./build.sh --clean"
   echo "$state" >"$stamp"
   [ "$1" = base ] || echo "$state" >.venv/apu-stamp-base
