@@ -291,7 +291,7 @@ def clang_or_fetch(fetch: bool, apt: bool) -> Clang:
             f"no compiler for AMD GPUs{': ' + reasons if reasons else ''}.\n"
             f"Needed: clang {OLDEST_CLANG} or newer with lld. Debian/Ubuntu: apt install clang-19 lld-19; Fedora: dnf "
             "install clang lld; Arch: pacman -S clang lld; anywhere: pip install ziglang; or ROCm's own (ROCM_PATH).\n"
-            "Without GPU code objects: ./build.sh --cpu-only, or pip with SKBUILD_CMAKE_DEFINE=APU_GPU_TARGETS=none in the environment"
+            "Without GPU code objects: ./build.sh --cpu-only, or SKBUILD_CMAKE_DEFINE=APU_GPU_TARGETS=none before pip"
         )
     return clang
 
