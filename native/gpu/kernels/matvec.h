@@ -6,11 +6,10 @@
 // so a row costs its own bytes and nothing else. Sums of waves meet in LDS once, at the end of the block, where bias,
 // activation, residual and cap are applied and rows are written side by side. Bytes moved: the matrix once for each 8
 // rows of activations; the activations once for each block, from cache.
-// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q4_1 .87, Q4_0 .85, Q8_0, Q4_K, Q5_1
-// .84, Q5_K .78, Q6_K .77, MXFP4 .74, Q2_K .73, Q3_K .67, IQ2_XXS .46; at 128256x4096 .76 to .96, IQ2_XXS .44. Bulk
-// copies of the types that now hold sets in registers reached .76 to .84 and .86 to .89. What is left is the start of a
-// launch, until all waves have asked for weights, and its end: the code to the first load and from the last sum is
-// short, and its arguments lie together.
+// Measured on an H200 at 14336x4096, one row, as a share of a plain read kernel: Q8_0 .91, Q4_1, Q4_0 .86, Q4_K, Q5_1
+// .84, Q5_K .78, Q6_K .77, MXFP4 .76, Q2_K .71, Q3_K .68, IQ2_XXS .46; docs/kernels.md has other shapes. What is left
+// is the start of a launch, until all waves have asked for weights, and its end: the code to the first load and from
+// the last sum is short, and its arguments lie together.
 //
 // A Format is a struct of
 //   kElements, kBytes       of a file block; kElements divides 64, or is 256
