@@ -1,24 +1,12 @@
 // ROPE_STORE: one kernel, a wave for each head of q, k and v; LATENT_STORE, a wave for each head of q and one for the
 // row that is stored. See kernels/rope.hip.
 #include "gpu/kernels/attention_args.h"
-#include "gpu/ops.h"
-#include "plan/rope.h"
+#include "gpu/turns.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace apu::gpu {
 namespace {
-
-template <class Args> void set_turns(Builder &b, const apu_op &op, Args &args) {
-  std::vector<double> turns = rope_frequencies(op, nullptr);
-  for (double &t : turns) t *= 2 / M_PI;
-  args.turns = static_cast<const double *>(b.constant(turns.data(), turns.size() * sizeof(double)));
-  args.factors = b.vector(op.w[2]);
-  args.magnitude = op.f[4];
-  args.pairs = uint32_t(turns.size());
-  args.halves = op.i[1] == APU_ROPE_HALVES;
-}
 
 class RopeStore final : public Op {
 public:

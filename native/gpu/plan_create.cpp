@@ -78,7 +78,7 @@ public:
     out.page_bytes = s.d.page_bytes;
     out.head_bytes = s.d.rows_per_page * s.row_bytes;
     out.heads = s.d.heads, out.head_size = s.d.head_size;
-    out.dtype = s.d.dtype, out.window = s.d.window, out.group = s.d.group;
+    out.dtype = s.d.dtype, out.window = s.d.window, out.group = s.d.group, out.page_rows = s.d.rows_per_page;
     return out;
   }
 

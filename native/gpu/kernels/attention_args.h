@@ -8,7 +8,8 @@
 //   values  F32       (128, d)
 //           F16       (4, d, 32)
 //           Q8_0      (4): quants (d, 32), then their scales (d/32, 32) F16
-// Latent rows, of which the beginning is the value, lie as keys.
+// Latent rows, of which the beginning is the value, lie as keys; so do rows that are key and value of all heads, and
+// compressed rows, of which a page holds fewer.
 // Quants are bytes of 128 + q, which become halves without a shift.
 #pragma once
 

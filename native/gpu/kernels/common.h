@@ -116,6 +116,7 @@ struct PagedState {
   u64 head_bytes; // one head's part of a page
   u32 heads, head_size, dtype, window;
   u32 group;
+  u32 page_rows; // kPageRows, or fewer, each of which stands for several tokens
 };
 
 } // namespace apu::gpu

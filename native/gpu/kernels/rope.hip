@@ -7,40 +7,9 @@
 //
 // latent_store: the last elements of q's heads rotated in place, a wave for each, and the latent row, by one wave more.
 #include "kv.h"
+#include "rotate.h"
 
 namespace apu::gpu {
-
-// cos and sin of `quarters` quarter turns, within 1e-7.
-APU_DEVICE void turn(double quarters, float *cos, float *sin) {
-  const double whole = floor_f64(quarters + 0.5);
-  const float x = float(quarters - whole); // -0.5 to 0.5
-  const i32 quadrant = i32(whole - 4.0 * floor_f64(whole * 0.25));
-  const float y = x * x; // Taylor's terms of sin and cos of x pi / 2
-  float s = fma_f32(y, 1.6044118e-4f, -4.6817541e-3f);
-  s = fma_f32(y, s, 7.9692626e-2f);
-  s = fma_f32(y, s, -6.4596410e-1f);
-  s = fma_f32(y, s, 1.5707963e0f) * x;
-  float c = fma_f32(y, -2.5202042e-5f, 9.1926027e-4f);
-  c = fma_f32(y, c, -2.0863481e-2f);
-  c = fma_f32(y, c, 2.5366951e-1f);
-  c = fma_f32(y, c, -1.2337006e0f);
-  c = fma_f32(y, c, 1.0f);
-  const float a = quadrant & 1 ? s : c, b = quadrant & 1 ? c : s;
-  *cos = quadrant == 1 || quadrant == 2 ? -a : a;
-  *sin = quadrant >= 2 ? -b : b;
-}
-
-// By the block: cos and sin of a row's pairs, times the magnitude, in LDS.
-template <class Args> APU_DEVICE void turn_pairs(const Args &a, u32 position, float *cos, float *sin) {
-  for (u32 i = thread_id(); i < a.pairs; i += kRopeThreads) {
-    double quarters = double(position) * a.turns[i];
-    if (a.factors) quarters /= double(a.factors[i]);
-    float co, si;
-    turn(quarters, &co, &si);
-    cos[i] = co * a.magnitude;
-    sin[i] = si * a.magnitude;
-  }
-}
 
 // The head in LDS, normed and rotated, to `out`, which may be the same; by one wave. `square`: the sum of its squares.
 APU_DEVICE void finish_head(const RopeStoreArgs &a, const float *x, float square, const float *norm, const float *cos,
@@ -54,9 +23,9 @@ APU_DEVICE void finish_head(const RopeStoreArgs &a, const float *x, float square
       u = u * inverse * norm[first];
       v = v * inverse * norm[second];
     }
-    const float co = cos[i], si = sin[i];
-    out[first] = u * co - v * si;
-    out[second] = v * co + u * si;
+    rotate_pair(u, v, cos[i], sin[i]);
+    out[first] = u;
+    out[second] = v;
   }
   for (u32 m = 2 * a.pairs + lane; m < d; m += kWaveSize) out[m] = norm ? x[m] * inverse * norm[m] : x[m];
 }
@@ -83,7 +52,7 @@ APU_KERNEL(kRopeThreads) void rope_store(RopeStoreArgs a) {
   }
   if (t >= a.step.counts->rows) return;
   const Row row = a.step.rows[t];
-  turn_pairs(a, row.position, cos, sin);
+  turn_pairs<kRopeThreads>(a, row.position, cos, sin);
   block_sync();
   if (is_q) {
     finish_head(a, head, a.q_norm ? wave_sum(square) : 0.0f, a.q_norm, cos, sin, q);
@@ -115,16 +84,11 @@ APU_KERNEL(kRopeThreads) void latent_store(LatentStoreArgs a) {
   }
   if (t >= a.step.counts->rows) return;
   const Row row = a.step.rows[t];
-  turn_pairs(a, row.position, cos, sin);
+  turn_pairs<kRopeThreads>(a, row.position, cos, sin);
   block_sync();
   if (h > a.heads) return;
   float *x = stores ? latent + rank : a.q + (u64(t) * a.heads + h + 1) * a.q_size - 2 * a.pairs;
-  for (u32 i = lane; i < a.pairs; i += kWaveSize) {
-    const u32 first = a.halves ? i : 2 * i, second = a.halves ? i + a.pairs : 2 * i + 1;
-    const float u = x[first], v = x[second];
-    x[first] = u * cos[i] - v * sin[i];
-    x[second] = v * cos[i] + u * sin[i];
-  }
+  rotate_wave(x, cos, sin, a.pairs, a.halves);
   if (!stores) return;
   const float inverse = 1.0f / sqrt_f32(wave_sum(square) / float(rank) + a.eps);
   for (u32 m = lane; m < rank; m += kWaveSize) latent[m] = latent[m] * inverse * a.norm[m];
