@@ -1,9 +1,10 @@
 """`apu-engine bench`: prefill and decode speed, with field names and test names as llama-bench has them.
 
 A prompt test times `n_prompt` tokens read in steps of `n_batch` rows, a generation test `n_gen` single-row
-steps; both after `n_depth` tokens of context that are not timed. Every step includes drawing a token where
-one is due. One run of each test warms up; the mean and the sample standard deviation are over `-r` further
-runs. bench_measure.py has the runs and the read limit beside them, bench_report.py what is printed.
+steps; both after `n_depth` tokens of context that are not timed: they are read, or random rows with `--fill`.
+Every step includes drawing a token where one is due. One run of each test warms up; the mean and the sample
+standard deviation are over `-r` further runs. bench_measure.py has the runs and the read limit beside them,
+bench_report.py what is printed.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ def bench(
         int, typer.Option("--repetitions", "-r", min=1, max=1000, metavar="N", help="Timed runs.")
     ] = 5,
     profile: Annotated[bool, typer.Option("--profile", help="Time per kind of op as well.")] = False,
+    fill: Annotated[
+        bool, typer.Option("--fill", help="Fill the context of -d with random rows instead of reading tokens.")
+    ] = False,
     output: Annotated[str, typer.Option("--output", "-o", metavar="|".join(FORMATS), help="Format.")] = "md",
 ) -> None:
     """Measure prefill and decode speed. Lists (-p 128,512) run every combination.
@@ -86,7 +90,7 @@ def bench(
     longest = max(map(sum, tests))
     for workers, rows in settings:
         chosen = replace(config, threads=workers, batch=rows, ctx=max(longest, 128), parallel=1)
-        for row in _run(chosen, tests, repetitions, profile):
+        for row in _run(chosen, tests, repetitions, profile, fill):
             writer.add(row)
     writer.end()
 
@@ -106,7 +110,9 @@ def _option_values(name: str, text: str | None, default: int) -> list[int]:
     return [spec(name).check(part, "flag") for part in text.split(",")]
 
 
-def _run(config: EngineConfig, tests: Sequence[Case], repetitions: int, profile: bool) -> Iterator[dict[str, Any]]:
+def _run(
+    config: EngineConfig, tests: Sequence[Case], repetitions: int, profile: bool, fill: bool
+) -> Iterator[dict[str, Any]]:
     from apu_engine.cli.bench_measure import ReadLimit, measure
     from apu_engine.cli.bench_report import result
     from apu_engine.engine.load import load
@@ -115,8 +121,8 @@ def _run(config: EngineConfig, tests: Sequence[Case], repetitions: int, profile:
     try:
         limit = ReadLimit(runtime.device, runtime.loaded.plan.spec, [item.address for item in runtime.weights.placed])
         for test in tests:
-            measure(runtime, test._replace(n_gen=min(test.n_gen, 16)), limit)
-            samples = [measure(runtime, test, limit, profile) for _ in range(repetitions)]
+            measure(runtime, test._replace(n_gen=min(test.n_gen, 16)), limit, fill=fill)
+            samples = [measure(runtime, test, limit, profile, fill) for _ in range(repetitions)]
             yield result(runtime, test, samples)
     finally:
         runtime.close()

@@ -11,21 +11,22 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apu_engine._native import NO_PAGE
 from apu_engine.cli.bench import Case
 from apu_engine.engine.job import Job, SamplingParams
 from apu_engine.engine.pages import PagePool
 from apu_engine.engine.runner import PlanRunner
 from apu_engine.engine.scheduler import Scheduler
 from apu_engine.engine.sequence import Sequence as Running
-from apu_engine.plan import PlanSpec
-from apu_engine.plan.cost import Cost, Rows, cost, decode_bytes, family, is_matrix
+from apu_engine.plan import Plan, PlanSpec
+from apu_engine.plan.cost import Cost, Rows, cost, decode_bytes, family, is_matrix, matrix_types
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
@@ -86,8 +87,26 @@ def weight_ranges(spec: PlanSpec, parts: Sequence[int] = ()) -> list[tuple[int, 
     return joined
 
 
-def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = False) -> Sample:
-    """One run of a test: the context is read, then the limit, the test and the limit again."""
+def fill_context(plan: Plan, sequence: Running, tokens: int, max_rows: int) -> None:
+    """Gives a new sequence `tokens` tokens of context whose rows are random, in every page that a step can still see.
+
+    A byte's second highest bit stays clear: in whatever layout a device keeps F32, F16 or scales of blocks, they are
+    finite and below 2.
+    """
+    rng = np.random.default_rng(tokens)
+    for group, table in enumerate(sequence.tables):
+        for start in range(0, tokens, max_rows):
+            table.cover(start, min(start + max_rows, tokens))
+        size = sum(state.page_bytes for state in plan.spec.states if state.group == group)
+        for page in table.entries:
+            if page != NO_PAGE:
+                plan.import_page(group, int(page), (rng.integers(0, 256, size, np.uint8) & 0xBF).tobytes())
+    sequence.position = tokens
+    sequence.last_token = int(sequence.prompt[-1])
+
+
+def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = False, fill: bool = False) -> Sample:
+    """One run of a test: the context is read or filled, then the limit, the test and the limit again."""
     runner = PlanRunner(runtime.loaded)
     plan = runtime.loaded.plan
     scheduler = Scheduler(PagePool(runner.groups), 1, runner.max_rows, runner.max_outputs)
@@ -117,6 +136,8 @@ def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = Fals
             steps.append(Rows(chunk.count, int(chunk.sample), sequence.position))
             nanoseconds.append(plan.profile(True))
 
+    if fill and n_depth:
+        fill_context(plan, sequence, n_depth, runner.max_rows)
     while n_depth and sequence.in_prefill:
         step()
     if n_prompt:
@@ -158,6 +179,7 @@ class ProfileLine:
 
     family: str
     op: str
+    types: str  # of its matrices
     ops: int
     ms: float
     share: float  # of the time
@@ -172,24 +194,39 @@ class ProfileLine:
 
 OUTSIDE = "outside ops"  # Python, submission, waking of workers
 ALL_MATRICES = "all matrices"
+ALL_ELSE = "all else"
 
 
 def profile_lines(spec: PlanSpec, test: Case, samples: Sequence[Sample]) -> list[ProfileLine]:
-    """Families by descending time, then what no op accounts for, then all ops with matrices together."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Families by descending time and what no op accounts for; then sums: the ops with matrices by the types of those,
+    all of them, and everything else.
+    """
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    by_type: dict[str, list[int]] = {}
+    matrices = []
     for index, op in enumerate(spec.ops):
-        groups.setdefault((family(spec, op), op.name), []).append(index)
-    lines = [_line(spec, test, samples, name, op, indices) for (name, op), indices in groups.items()]
+        types = matrix_types(spec, op)
+        groups.setdefault((family(spec, op), op.name, types), []).append(index)
+        if is_matrix(op):
+            by_type.setdefault(types, []).append(index)
+            matrices.append(index)
+    lines = [_line(spec, test, samples, *names, indices) for names, indices in groups.items()]
     lines.sort(key=lambda line: -line.ms)
     walls = [_wall_ms(test, sample) for sample in samples]
     outside = median(wall - _op_ms(test, sample).sum() for wall, sample in zip(walls, samples, strict=True))
-    rest = ProfileLine(OUTSIDE, "", 0, max(outside, 0.0), max(outside, 0.0) / median(walls), 0, 0.0, 0.0, 0.0)
-    matrices = [index for index, op in enumerate(spec.ops) if is_matrix(op)]
-    return [*lines, rest, _line(spec, test, samples, ALL_MATRICES, "", matrices)]
+    rest = ProfileLine(OUTSIDE, "", "", 0, max(outside, 0.0), max(outside, 0.0) / median(walls), 0, 0.0, 0.0, 0.0)
+    sums = [_line(spec, test, samples, ALL_MATRICES, "", types, indices) for types, indices in by_type.items()]
+    sums.sort(key=lambda line: -line.ms)
+    if len(sums) != 1:
+        sums.append(_line(spec, test, samples, ALL_MATRICES, "", "", matrices))
+    others = [index for index, op in enumerate(spec.ops) if not is_matrix(op)]
+    else_ = _line(spec, test, samples, ALL_ELSE, "", "", others)
+    else_ = replace(else_, ms=else_.ms + rest.ms, share=else_.share + rest.share)
+    return [*lines, rest, *sums, else_]
 
 
 def _line(
-    spec: PlanSpec, test: Case, samples: Sequence[Sample], name: str, op: str, indices: Sequence[int]
+    spec: PlanSpec, test: Case, samples: Sequence[Sample], name: str, op: str, types: str, indices: Sequence[int]
 ) -> ProfileLine:
     ms, share, rates, of_limit, gops = [], [], [], [], []
     nbytes = 0
@@ -203,9 +240,8 @@ def _line(
         rates.append(rate)
         of_limit.append(rate / sample.read_limit)
         gops.append(2e-6 * total.multiply_adds / spent if spent else 0.0)
-    return ProfileLine(
-        name, op, len(indices), median(ms), median(share), nbytes, median(rates) / 1e9, median(of_limit), median(gops)
-    )
+    rate, limit, speed = median(rates) / 1e9, median(of_limit), median(gops)
+    return ProfileLine(name, op, types, len(indices), median(ms), median(share), nbytes, rate, limit, speed)
 
 
 def _op_ms(test: Case, sample: Sample) -> NDArray[np.float64]:

@@ -139,7 +139,16 @@ _COLUMNS = {  # title -> alignment to the right
     **{"t/s": True, "MB/token": True, "GB/s": True, "read limit GB/s": True, "of limit": True},
 }
 _PROFILE_COLUMNS = {
-    **{"ops of": False, "op": False, "ops": True, "ms": True, "of time": True, "MB": True, "GB/s": True},
+    **{
+        "ops of": False,
+        "op": False,
+        "types": False,
+        "ops": True,
+        "ms": True,
+        "of time": True,
+        "MB": True,
+        "GB/s": True,
+    },
     **{"of limit": True, "Gop/s": True},
 }
 
@@ -183,8 +192,8 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _profile_text(row: dict[str, Any]) -> str:
-    """A table of one test's profile, and a line over all matrices below it."""
-    from apu_engine.cli.bench_measure import ALL_MATRICES
+    """A table of one test's profile, and its sums below it."""
+    from apu_engine.cli.bench_measure import ALL_ELSE, ALL_MATRICES
 
     test = _test_of(row)
     per = "prompt" if test.n_prompt else "token"
@@ -192,30 +201,30 @@ def _profile_text(row: dict[str, Any]) -> str:
         f"{Path(row['model_filename']).stem}, {test.name}, {row['n_threads']} threads, batch {row['n_batch']}: "
         f"per {per}, read limit {row['read_limit_gb_s']:.1f} GB/s"
     )
-    out = [head, "", _table_head(_PROFILE_COLUMNS)]
-    for line in row["profile"]:
+    sums = [line for line in row["profile"] if line["family"] in (ALL_MATRICES, ALL_ELSE)]
+    lines = [_profile_cells(line) for line in row["profile"] if line not in sums]
+    out = [head, "", _table_head(_PROFILE_COLUMNS), *map(_table_line, lines), ""]
+    for line in sums:
+        text = f"{line['family']}{' of ' * bool(line['types'])}{line['types']}: {line['ms']:.3f} ms"
+        text += f" ({line['share']:.1%} of the time)"
         if line["family"] == ALL_MATRICES:
-            continue
-        moved = line["bytes"] > 0
-        out.append(
-            _table_line(
-                (
-                    line["family"],
-                    line["op"],
-                    line["ops"] or "",
-                    f"{line['ms']:.3f}",
-                    f"{line['share']:.1%}",
-                    f"{line['bytes'] / 1e6:.2f}" if moved else "",
-                    f"{line['gb_s']:.1f}" if moved else "",
-                    f"{line['share_of_limit']:.0%}" if moved else "",
-                    f"{line['gop_s']:.0f}" if line["gop_s"] else "",
-                )
-            )
-        )
-    total = next(line for line in row["profile"] if line["family"] == ALL_MATRICES)
-    out += [
-        "",
-        f"{ALL_MATRICES}: {total['ms']:.3f} ms ({total['share']:.1%} of the time), {total['bytes'] / 1e6:.1f} MB, "
-        f"{total['gb_s']:.1f} GB/s, {total['share_of_limit']:.0%} of the read limit, {total['gop_s']:.0f} Gop/s",
-    ]
+            text += f", {line['bytes'] / 1e6:.1f} MB, {line['gb_s']:.1f} GB/s, "
+            text += f"{line['share_of_limit']:.0%} of the read limit, {line['gop_s']:.0f} Gop/s"
+        out.append(text)
     return "\n".join(out)
+
+
+def _profile_cells(line: dict[str, Any]) -> tuple[Any, ...]:
+    moved = line["bytes"] > 0
+    return (
+        line["family"],
+        line["op"],
+        line["types"],
+        line["ops"] or "",
+        f"{line['ms']:.3f}",
+        f"{line['share']:.1%}",
+        f"{line['bytes'] / 1e6:.2f}" if moved else "",
+        f"{line['gb_s']:.1f}" if moved else "",
+        f"{line['share_of_limit']:.0%}" if moved else "",
+        f"{line['gop_s']:.0f}" if line["gop_s"] else "",
+    )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from apu_engine._native import NONE, PAGE_TOKENS, lib
 from apu_engine.plan.spec import Op, PlanSpec, Tensor
+from apu_engine.weights.ggml_types import GGML_TYPES
 
 _FAMILIES = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn qkv"),
@@ -166,3 +167,15 @@ def family(spec: PlanSpec, op: Op) -> str:
         name = name.removesuffix(".weight")
         names[_FAMILIES.get(name, name)] = None
     return " + ".join(names) or op.name
+
+
+def matrix_types(spec: PlanSpec, op: Op) -> str:
+    """Types of the matrices that the op multiplies with, the one of most bytes first: "Q8_0 + F16"; "" without any."""
+    if not is_matrix(op):
+        return ""
+    sizes: dict[str, int] = {}
+    for tensor in operands(spec, op):
+        if len(tensor.shape) > 1 and tensor.dtype != lib.APU_I32:
+            name = GGML_TYPES[tensor.dtype].name
+            sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return " + ".join(sorted(sizes, key=lambda name: -sizes[name]))

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from apu_engine import arch
-from apu_engine._native import Device
+from apu_engine._native import Device, lib
 from apu_engine.cli import main
 from apu_engine.cli.bench import Case
 from apu_engine.cli.bench_measure import GAP, ReadLimit, Sample, profile_lines, token_bytes, weight_ranges
 from apu_engine.plan import Limits, PlanSpec, Tensor
-from apu_engine.plan.cost import Rows, decode_bytes, family
-from apu_engine.plan.spec import Segment
+from apu_engine.plan.cost import Rows, decode_bytes, family, matrix_types
+from apu_engine.plan.spec import Op, Segment
 from apu_engine.weights.gguf import open_model
 from models import TinyModel
 
@@ -70,13 +70,17 @@ def test_profile(capsys: pytest.CaptureFixture[str], tiny_llama: TinyModel, form
     if form == "md":
         assert out.count("| gate/up | matmul |") == 2
         assert "per prompt, read limit" in out and "per token, read limit" in out
-        assert out.splitlines()[-1].startswith("all matrices: ") and "% of the read limit" in out.splitlines()[-1]
+        matrices, rest = out.splitlines()[-2:]
+        assert matrices.startswith("all matrices of F32: ") and "% of the read limit" in matrices
+        assert rest.startswith("all else: ") and rest.endswith("% of the time)")
         return
     for row in map(json.loads, out.splitlines()):
         lines = {line["family"]: line for line in row["profile"]}
         assert {"attn qkv", "attn out", "gate/up", "down", "head", "attention", "norms", "rope", "sample"} < set(lines)
-        whole = sum(line["share"] for name, line in lines.items() if name != "all matrices")
+        sums = {"all matrices", "all else"}
+        whole = sum(line["share"] for name, line in lines.items() if name not in sums)
         assert whole == pytest.approx(1, abs=0.2)
+        assert sum(lines[name]["share"] for name in sums) == pytest.approx(whole, abs=0.01)
         assert all(line["ms"] >= 0 for line in lines.values())
         assert lines["all matrices"]["bytes"] == sum(line["bytes"] for line in row["profile"] if line["op"] == "matmul")
 
@@ -99,7 +103,8 @@ def test_profile_lines_add_up(tiny_llama: TinyModel) -> None:
     assert line.gop_s == pytest.approx(2 * 2 * 2 * 64 * 96 / 1e6)
     ops = 1.0 + (len(spec.ops) - 2) * 0.001
     assert lines["outside ops"].ms == pytest.approx(10 - ops)
-    assert lines["all matrices"].ops == 9
+    assert (lines["all matrices"].ops, lines["all matrices"].types) == (9, "F32")
+    assert lines["all matrices"].ms + lines["all else"].ms == pytest.approx(10)
 
     # A prompt of two steps: both count, and the head only where a token was drawn.
     samples = [Sample(0.010, 10e9, (Rows(16, 0, 16), Rows(4, 1, 20)), (0.006, 0.004), times[[0, 2]])]
@@ -107,6 +112,34 @@ def test_profile_lines_add_up(tiny_llama: TinyModel) -> None:
     assert lines["gate/up"].bytes == 2 * size and lines["gate/up"].ms == pytest.approx(2.0)
     assert lines["gate/up"].gop_s == pytest.approx(2 * 2 * 20 * 2 * 64 * 96 / 2e6)
     assert lines["head"].bytes == next(t.nbytes for t in spec.tensors if t.name == "output.weight")
+
+
+def test_types_of_matrices_apart() -> None:
+    tensors = {
+        "a": Tensor(0, "blk.0.attn_q.weight", "", (64, 64), lib.APU_Q8_0),
+        "b": Tensor(1, "blk.0.ffn_gate_inp.weight", "", (8, 64), lib.APU_F16),
+        "table": Tensor(2, "blk.0.ffn_gate_tid2eid.weight", "", (100, 2), lib.APU_I32),
+        "norm": Tensor(3, "blk.0.attn_norm.weight", "", (64,), lib.APU_F32),
+    }
+    spec = PlanSpec(Limits(1, 1, 1, 1, 1), tensors=list(tensors.values()))
+    both = Op(lib.APU_OP_MATMUL, 0, weights=(3, 1, 0))
+    spec.ops = [both, Op(lib.APU_OP_ROUTE, 0, weights=(3, 1, 2)), Op(lib.APU_OP_RMS_NORM, 0, weights=(3,))]
+    assert [matrix_types(spec, op) for op in spec.ops] == ["Q8_0 + F16", "F16", ""]
+    samples = [Sample(0.1, 10e9, (Rows(1, 1, 1),), (0.010,), np.full((1, 3), 1_000_000, np.uint64))]
+    lines = profile_lines(spec, Case(0, 1, 0), samples)
+    sums = {(line.family, line.types): (line.ops, line.ms) for line in lines if line.family.startswith("all ")}
+    assert sums.pop(("all else", "")) == (1, pytest.approx(8))
+    types = {("all matrices", "Q8_0 + F16"): (1, 1), ("all matrices", "F16"): (1, 1), ("all matrices", ""): (2, 2)}
+    assert sums == {name: (ops, pytest.approx(ms)) for name, (ops, ms) in types.items()}
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+def test_a_filled_context_is_decoded_after(
+    capsys: pytest.CaptureFixture[str], tiny_llama: TinyModel, kv_type: str
+) -> None:
+    args = ["-p", "0", "-n", "3", "-d", "0,700", "-r", "1", "-b", "16", "--fill", "--kv-type", kv_type, "-o", "json"]
+    empty, filled = json.loads(bench(capsys, tiny_llama.path, *args))
+    assert filled["decode_kv_bytes"] > 100 * empty["decode_kv_bytes"] and filled["n_depth"] == 700
 
 
 def test_bytes_per_token_follow_the_window(tiny_gemma3: TinyModel) -> None:
