@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shim import CACHE, KERNELS, compile_kernels, find_compiler
+from shim import CACHE, KERNELS, compile_kernels, find_compiler, locked
 
 SOURCES = Path(__file__).with_name("double")
 LIVE = ("allocations", "pinned", "streams", "events", "modules", "graphs", "execs", "registrations", "range_bytes")
@@ -48,11 +48,11 @@ def _made(
     for file in [*sources, *sorted(headers)]:
         content.update(file.read_bytes())
     out = CACHE / f"{name or sources[0].stem}-{content.hexdigest()[:16]}{suffix}"
-    if not out.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        partial = out.with_suffix(f".{os.getpid()}{suffix}")
-        subprocess.run([*command, "-o", str(partial), *map(str, sources), *libraries], check=True)
-        partial.replace(out)
+    with locked(out):
+        if not out.exists():
+            partial = out.with_suffix(f".{os.getpid()}{suffix}")
+            subprocess.run([*command, "-o", str(partial), *map(str, sources), *libraries], check=True)
+            partial.replace(out)
     return out
 
 
@@ -60,8 +60,9 @@ def library(hide: Sequence[str] = (), flags: Sequence[str] = ()) -> Path:
     """The double; `hide` names symbols that an older or broken runtime lacks."""
     if hide:
         script = CACHE / f"hide-{'-'.join(hide)}.map"
-        CACHE.mkdir(parents=True, exist_ok=True)
-        script.write_text("{ local: " + " ".join(f"{name};" for name in hide) + " };\n")
+        with locked(script):
+            if not script.exists():
+                script.write_text("{ local: " + " ".join(f"{name};" for name in hide) + " };\n")
         flags = [*flags, f"-Wl,--version-script={script}"]
     return shared_object("libamdhip64-double", SOURCES.glob("*.cpp"), SOURCES.glob("*.h"), flags)
 

@@ -20,7 +20,9 @@ of as late as allowed.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import json
 import mmap
 import os
 import re
@@ -28,6 +30,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ _KERNEL = re.compile(
     r'extern "C"\s+__attribute__\(\(visibility\("default"\)\)\)\s+void\s+(?P<name>\w+)\s*\('
 )
 _STRUCT = re.compile(r"\bstruct\s+(?:alignas\(\d+\)\s*)?(\w+)\s*\{([^{}()]*)\}\s*;")
+_ENUM = re.compile(r"\benum\s+(?:class\s+)?(\w+)")
 _CONSTANT = re.compile(r"\bconstexpr\s+\w+\s+(k\w+)\s*=\s*(0x[0-9a-fA-F]+|\d+)u?\s*;")
 _FIELD = re.compile(r"(?:const\s+)?([\w:]+)\s*((?:\*|const\b|\s)*)(.+)", re.S)
 _SCALARS: dict[str, Any] = {
@@ -89,36 +93,93 @@ def _flags() -> tuple[str, ...]:
     return tuple(flags)
 
 
+@contextmanager
+def locked(made: Path) -> Iterator[None]:
+    """One process at a time makes a file of the cache; the next one finds it."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with made.with_name(f"{made.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@lru_cache
+def _headers() -> str:
+    """A digest of whatever a kernel file may include, and of the compiler."""
+    program = Path(shutil.which(find_compiler()) or "").resolve()
+    digest = hashlib.sha256(f"{program} {program.stat().st_size} {program.stat().st_mtime_ns}".encode())
+    for file in sorted((ROOT / "native").rglob("*.h")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 @lru_cache
 def compile_kernels(file: str | Path, wave: int = 32, defines: tuple[str, ...] = ()) -> tuple[Path, str]:
-    """The shared object of a kernel file (relative to native/gpu/kernels, or absolute) and its preprocessed text.
+    """The shared object of a kernel file (relative to native/gpu/kernels, or absolute) and its preprocessed text
+    without that of the compiler's own headers.
 
     The object exports apu_shim_launch and apu_shim_kernel (see shim_launch.h).
     """
     path = KERNELS / file
     flags = [*_flags(), f"-DAPU_SHIM_WAVE={wave}", *(f"-D{d}" for d in defines)]
+    parts = [_headers(), str(path), path.read_text(), *flags]
+    # Without running the preprocessor: where no header changed, the object and text of the last time.
+    known = CACHE / f"{path.stem}-w{wave}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
+    with locked(known):
+        if known.exists():
+            kept = json.loads(known.read_text())
+            if Path(kept["object"]).exists():
+                return Path(kept["object"]), kept["text"]
+        out, text = _compile(path, wave, flags)
+        partial = known.with_suffix(".partial")
+        partial.write_text(json.dumps({"object": str(out), "text": text}))
+        partial.replace(known)
+    return out, text
+
+
+def _compile(path: Path, wave: int, flags: list[str]) -> tuple[Path, str]:
     pre = subprocess.run([find_compiler(), "-x", "c++", "-E", *flags, str(path)], capture_output=True, text=True)
     if pre.returncode:
-        raise ShimError(f"{file}: {pre.stderr}")
+        raise ShimError(f"{path.name}: {pre.stderr}")
     text = re.sub(r"^#.*$", "", pre.stdout, flags=re.M)
     key = hashlib.sha256("\0".join([find_compiler(), *flags, text]).encode()).hexdigest()[:16]
     out = CACHE / f"{path.stem}-w{wave}-{key}.so"
-    if not out.exists():
+    text = _of_files(pre.stdout, {str(path.parent), str(ROOT)})
+    with locked(out):
+        if out.exists():
+            return out, text
         entries = "".join(
             f'{{"{m["name"]}", {m["threads"]}, Call<&{m["name"]}>::bytes, &Call<&{m["name"]}>::call}}, '
             for m in _KERNEL.finditer(text)
         )
         table = f"\nnamespace apu::gpu::shim {{ const Entry entries[] = {{{entries}{{}}}}; }}\n"
-        CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as tmp:
             source, made = Path(tmp) / f"{path.stem}.ii", Path(tmp) / "k.so"
             source.write_text(pre.stdout + table)
             command = [find_compiler(), "-shared", *flags, "-o", str(made), str(source)]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
-                raise ShimError(f"{file}: {run.stderr}")
+                raise ShimError(f"{path.name}: {run.stderr}")
             made.replace(out)
     return out, text
+
+
+def _of_files(preprocessed: str, folders: set[str]) -> str:
+    """The lines that come from files in these folders, by the preprocessor's marks."""
+    kept = []
+    for part in re.split(r"^# \d+ ", preprocessed, flags=re.M):
+        mark, _, lines = part.partition("\n")
+        if any(mark.startswith(f'"{folder}/') for folder in folders):
+            kept.append(re.sub(r"^#.*$", "", lines, flags=re.M))
+    return "".join(kept)
+
+
+@lru_cache
+def _declared(text: str) -> tuple[dict[str, str], dict[str, int], set[str]]:
+    """Bodies of plain structs (the first of each name), constants and names of enums."""
+    structs: dict[str, str] = {}
+    for m in _STRUCT.finditer(text):
+        structs.setdefault(m[1], m[2])
+    return structs, {m[1]: int(m[2], 0) for m in _CONSTANT.finditer(text)}, set(_ENUM.findall(text))
 
 
 class Buffer:
@@ -254,12 +315,12 @@ class Shim:
         """The ctypes twin of a plain struct that one of the files sees."""
         if name not in self._structs:
             for text in self._texts:
-                for m in _STRUCT.finditer(text):
-                    if m[1] == name:
-                        constants = {c[1]: int(c[2], 0) for c in _CONSTANT.finditer(text)}
-                        fields = [field for part in m[2].split(";") for field in self._fields(part.strip(), constants)]
-                        self._structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-                        return self._structs[name]
+                structs, constants, _ = _declared(text)
+                if name in structs:
+                    parts = structs[name].split(";")
+                    fields = [field for part in parts for field in self._fields(part.strip(), constants)]
+                    self._structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+                    return self._structs[name]
             raise KeyError(f"no plain struct {name} in the kernel files")
         return self._structs[name]
 
@@ -283,7 +344,7 @@ class Shim:
             yield size[1], kind
 
     def _enum_or_struct(self, name: str) -> Any:
-        if any(re.search(rf"\benum\s+(?:class\s+)?{name}\b", text) for text in self._texts):
+        if any(name in _declared(text)[2] for text in self._texts):
             return ctypes.c_uint32
         return self.struct(name)
 
