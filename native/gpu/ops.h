@@ -85,6 +85,7 @@ std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_sparse_attention(Builder &builder, const apu_op &op);
 
 // The parts of a product over prepared rows (ops_matmul.cpp decides by the bucket's rows).
 struct ProductSide { // one matrix of a product, with what is done to its result

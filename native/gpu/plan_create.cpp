@@ -139,6 +139,7 @@ MakeOp maker(uint32_t kind) {
   case APU_OP_GATHER_NORM: return make_gather_norm;
   case APU_OP_ROUTE: return make_route;
   case APU_OP_EXPERTS: return make_experts;
+  case APU_OP_SPARSE_ATTENTION: return make_sparse_attention;
   default: return make_sample; // describe() knows no other
   }
 }
@@ -148,7 +149,7 @@ apu_status check_supported(const PlanInfo &info, const std::string &label, const
   if (op.kind == APU_OP_ROUTE && op.i[2] > int32_t(kRouteGroups))
     return fail(APU_E_UNSUPPORTED, "%s: i2 (groups) is %d, GPU kernels have at most %u; use --device cpu",
                 label.c_str(), op.i[2], kRouteGroups);
-  if (op.kind >= APU_OP_STREAMS_IN)
+  if (op.kind >= APU_OP_STREAMS_IN && op.kind <= APU_OP_INDEX)
     return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op; use --device cpu", label.c_str());
   const char *extra = op.kind == APU_OP_EMBED && op.i[0] > 1                          ? "several copies"
                       : op.kind == APU_OP_MATMUL && op.f[2] > 0                       ? "a limit"

@@ -31,7 +31,7 @@ LIMITS = [
     (r"(expert_)?matvec", 256, 8192),
     (r"(expert_)?gemm", 256, 32768),
     (r"attention", 256, 32768),
-    (r"latent_attention|heads", 256, 16384),
+    (r"(latent|sparse)_attention|heads", 256, 16384),
     (r"route", 192, 16384),
     (r"sample", 128, 36864),
     (r"", 128, 16384),
@@ -115,7 +115,7 @@ def test_instructions(target: str, file: str) -> None:
         assert operations, name
         assert not [op for op in operations if op.startswith(("scratch_", "buffer_store", "s_swappc"))], name
         loop = kernel.main_loop()
-        if re.match(r"(expert_)?(matvec|gemm|attention|latent_attention|heads)", name):
+        if re.match(r"(expert_)?(matvec|gemm|attention|(latent|sparse)_attention|heads)", name):
             # Flat loads count as LDS operations too: a wave that waits for LDS would wait for memory.
             assert not [op for op in loop if op.startswith("flat_")], name
         if re.match(FEW_LANE_MOVES, name) and target != "gfx90a":

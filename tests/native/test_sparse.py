@@ -268,14 +268,23 @@ def test_rows_that_are_few_are_all_chosen(device: Device) -> None:
 # ---------------------------------------------------------------- attention
 
 
+# (tokens, chosen, position); the last one is a decode over 8,100 rows of 128 tokens.
+ATTENDED = ((0, 0, 300), (4, 0, 700), (4, 150, 1000), (4, 6, 2), (128, 0, 8100 * 128 - 1))
+
+
 @pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
 @pytest.mark.parametrize("kv", [np.float32, np.float16])
-@pytest.mark.parametrize(
-    ("tokens", "chosen", "position"), [(0, 0, 300), (4, 0, 700), (4, 150, 1000), (4, 6, 2), (128, 0, 8100 * 128 - 1)]
-)
+@pytest.mark.parametrize(("tokens", "chosen", "position"), ATTENDED)
 def test_attention(isa: str, kv: Any, tokens: int, chosen: int, position: int) -> None:
-    """The last one is a decode over 8,100 rows of 128 tokens."""
-    heads, d, rope = 6, 32, 8
+    with Device("cpu", threads=3, isa=isa) as device:
+        check_attention(device, kv, tokens, chosen, position)
+
+
+def check_attention(
+    device: Device, kv: Any, tokens: int, chosen: int, position: int, *, heads: int = 6, d: int = 32
+) -> None:
+    """Three rows up to `position`, then the last alone, with the same bits."""
+    rope = 8
     pages = position // 128 + 1
     rig = Rig(rows=4, vocabulary=TOKENS, positions=pages * 128)
     queries, sinks = random(TOKENS, heads * d) * 2, random(heads, seed=2)
@@ -304,7 +313,7 @@ def test_attention(isa: str, kv: Any, tokens: int, chosen: int, position: int) -
     far = np.random.default_rng(8).permutation(pages).tolist()
     tables = [near, far] if tokens else [near]
     begin = max(0, position - 2)
-    with Device("cpu", threads=3, isa=isa) as device, rig.build(device) as plan:
+    with rig.build(device) as plan:
         count = position + 1 - begin
         plan.run(Step(len(tables)).sequence(range(count), begin, tables))
         found = plan.read(out, count).reshape(count, heads, d)
