@@ -89,6 +89,11 @@ class Blocks:
         """As `matrix`, in I32."""
         return self._bind(f"{name}.weight", letters, INDEX_TYPES)
 
+    def stacked(self, name: str, letters: str) -> Tensor:
+        """Matrices of heads, stacked; some converters write their rows as those of one matrix."""
+        ref = self.model.tensors.get(self._full(f"{name}.weight"))
+        return self.grouped(name, letters) if ref is not None and len(ref.shape) == 2 else self.matrix(name, letters)
+
     def grouped(self, name: str, letters: str) -> Tensor:
         """A matrix in groups of rows: `letters` say the groups, a group's rows and its columns."""
         shape = self.builder.shape(letters)
@@ -200,7 +205,7 @@ class Blocks:
         if joined:
             keys, values = self._joined("attn_k_b", "H dn Rk", 0), self._joined("attn_v_b", "H dv Rk", c.latent.nope)
         else:
-            keys, values = self.matrix("attn_k_b", "H Rk dn"), self.matrix("attn_v_b", "H dv Rk")
+            keys, values = self.stacked("attn_k_b", "H Rk dn"), self.stacked("attn_v_b", "H dv Rk")
         absorbed = b.head_matmul("q_absorbed", q, keys, "T H*d", across=joined)
         attended = b.latent_attention(absorbed, cache, c.attention_scale)
         return b.head_matmul("attention_heads", attended, values, "T H*dv")
@@ -234,9 +239,17 @@ class Blocks:
         )
         return self._project("ffn_down", hidden, "D F", residual)
 
-    def experts(self, x: Tensor, residual: Tensor | None, *, table: Tensor | None = None, limit: float = 0.0) -> Tensor:
+    def experts(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        *,
+        table: Tensor | None = None,
+        limits: tuple[float, float] = (0.0, 0.0),
+    ) -> Tensor:
         """Norm, router and the chosen experts' gated feed-forward: (T, D) -> (T, D), added to `residual` in place when
-        there is one. With a `table` (V, k) tokens have their experts; `limit` bounds what meets the activation.
+        there is one. With a `table` (V, k) tokens have their experts; `limits`, of theirs and of shared ones, bound
+        what meets the activation.
         """
         c, b = self.config, self.builder
         assert c.experts is not None
@@ -256,12 +269,12 @@ class Blocks:
             table=table,
         )
         gate, up = self.matrix("ffn_gate_exps", "E Fe D"), self.matrix("ffn_up_exps", "E Fe D")
-        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps, limit=limit)
+        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps, limit=limits[0])
         down = self.matrix("ffn_down_exps", "E D Fe")
         if not c.experts.shared:
             return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
         gate, up = self.matrix("ffn_gate_shexp", "Fs D"), self.matrix("ffn_up_shexp", "Fs D")
-        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps, limit=limit)
+        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps, limit=limits[1])
         out = b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
         return self._project("ffn_down_shexp", shared, "D Fs", residual=out)
 

@@ -104,7 +104,8 @@ class Config:
     sparse: Sparse | None = None  # K is then 1
     streams: Streams | None = None
     hash_layers: int = 0  # the first ones, whose experts follow from the token
-    limits: tuple[float, ...] = ()  # of gated pairs, by layer
+    limits: tuple[float, ...] = ()  # of experts' gated pairs, by layer
+    shared_limits: tuple[float, ...] = ()  # of shared experts' ones
 
     @property
     def dims(self) -> dict[str, int]:
@@ -235,6 +236,16 @@ def read_common(
     return keys, fields
 
 
+def predicting_layers(keys: Keys, layers: int) -> int:
+    """How many of the file's last layers are for next-token prediction.
+
+    `nextn_predict_layers` says how many the model has; converters that leave them out may write it all the same.
+    """
+    count = keys.integer("nextn_predict_layers", 0, layers - 1, default=0)
+    prefix = f"blk.{layers - count}.nextn."
+    return count if any(name.startswith(prefix) for name in keys.model.tensors) else 0
+
+
 def _kv_heads(keys: Keys, layers: int, D: int, H: int, head_size: int | None) -> tuple[int, int]:
     """(K, d)"""
     K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)
@@ -282,7 +293,7 @@ def read_experts(keys: Keys, grouped: bool = False) -> Experts:
     `grouped` ones may have groups, shared experts and dense layers, and do not divide unless the file says so.
     """
     count = keys.integer("expert_count", 1, MAX_EXPERTS)
-    score = keys.integer("expert_gating_func", 0, 1 << 16, default=1)
+    score = keys.integer("expert_gating_func", 0, 1 << 16, default=0) or 1  # 0 is written for "not said"
     if score not in SCORES:
         raise keys.fail("expert_gating_func", f"expected 1 (softmax) or 2 (sigmoid), found {score}: not supported")
     if not grouped:

@@ -4,7 +4,7 @@ A layer attends to a window of 128 tokens and, by its ratio, to rows that stand 
 4, of which an indexer chooses. One head is key and value of all 64; its rotated part is rotated back from the results.
 Rows are rounded as the model was trained, to E4M3, and the indexer's to FP4, unless the cache is F32. What is to be
 compressed lies in windowed pages like other rows. Rotations of layers without compressed rows have a base of their own
-and no YaRN, whose magnitude is left alone everywhere. Next-token prediction is a file of its own, unused here.
+and no YaRN, whose magnitude is left alone everywhere. Next-token prediction, mostly a file of its own, is unused here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from apu_engine.arch.config import (
     Experts,
     Keys,
     Sparse,
+    predicting_layers,
     read_common,
 )
 from apu_engine.plan.builder import PlanBuilder
@@ -34,12 +35,14 @@ CHOSEN = 4  # the ratio whose rows are made of two times as many tokens, and cho
 RATIOS = (0, CHOSEN, 128)
 MAX_CHOSEN = 1 << 16  # compressed rows that a row attends to
 MAX_STREAMS = 16
+SQRT_SOFTPLUS = 4  # expert_gating_func
 
 
 def read(model: ModelFile) -> Config:
     """Hyperparameters from metadata; FormatError names the key that cannot be right."""
     keys, fields = read_common(model, activation="silu", rope_style=ROPE_PAIRS, experts=_experts, context=1 << 20)
     layers, d = fields["layers"], fields["d"]
+    layers -= predicting_layers(keys, layers)
     if fields["K"] != 1:
         raise keys.fail("attention.head_count_kv", f"expected 1, found {fields['K']}")
     ratios = keys.integers("attention.compress_ratios", layers)
@@ -66,14 +69,20 @@ def read(model: ModelFile) -> Config:
     )
     window = keys.integer("attention.sliding_window", max(128, *ratios), MAX_CONTEXT)
     plain, compressed = _ropes(keys, fields["ropes"][0].dims)
-    fields |= {"windows": (window,) * layers, "ropes": tuple(compressed if ratio else plain for ratio in ratios)}
+    fields |= {"layers": layers, "windows": (window,) * layers}
+    fields |= {"ropes": tuple(compressed if ratio else plain for ratio in ratios), "attention_scale": d**-0.5}
     fields |= {"hash_layers": keys.integer("hash_layer_count", 0, layers, default=0)}
-    fields |= {"limits": keys.numbers("swiglu_clamp_exp", layers, 0.0, 1e6), "attention_scale": d**-0.5}
+    fields |= {"limits": keys.numbers("swiglu_clamp_exp", layers, 0.0, 1e6)}
+    shared = "swiglu_clamp_shexp" if keys.has("swiglu_clamp_shexp") else "swiglu_clamp_exp"
+    fields |= {"shared_limits": keys.numbers(shared, layers, 0.0, 1e6)}
     return Config(**fields)
 
 
 def _experts(keys: Keys) -> Experts:
     count = keys.integer("expert_count", 1, MAX_EXPERTS)
+    score = keys.integer("expert_gating_func", 0, 1 << 16, default=0)
+    if score not in (0, SQRT_SOFTPLUS):  # 0 is written for "not said"
+        raise keys.fail("expert_gating_func", f"expected {SQRT_SOFTPLUS} (square root of softplus), found {score}")
     return Experts(
         count,
         used=keys.integer("expert_used_count", 1, count),
@@ -92,6 +101,9 @@ def _ropes(keys: Keys, dims: int) -> tuple[Rope, Rope]:
     factor = keys.number("rope.scaling.factor", 0.0, 1e6, default=0.0)
     if factor <= 1.0:
         return plain, compressed
+    kind = keys.model.get_str(keys.name("rope.scaling.type"), default="yarn")
+    if kind != "yarn":
+        raise keys.fail("rope.scaling.type", f"expected yarn, found {kind!r}: not supported")
     return plain, replace(
         compressed,
         frequency_scale=1.0 / factor,
@@ -122,7 +134,8 @@ def build(b: Blocks) -> None:
         x = _close(b, x, _attention(b, opened, layer), mix)
         opened, mix = _open(b, x, "ffn")
         table = b.table("ffn_gate_tid2eid", "V k") if layer < b.config.hash_layers else None
-        x = _close(b, x, b.experts(opened, residual=None, table=table, limit=b.config.limits[layer]), mix)
+        limits = (b.config.limits[layer], b.config.shared_limits[layer])
+        x = _close(b, x, b.experts(opened, residual=None, table=table, limits=limits), mix)
     c, s = b.config, b.config.streams
     assert s is not None
     scale, offset = b.vector("output_hc_scale", "1"), b.vector("output_hc_base", "S")

@@ -198,7 +198,7 @@ def _deepseek4_keys(s: Mapping[str, int]) -> dict[str, Any]:
         "attention.output_lora_rank": s["Ro"],
         "attention.output_group_count": s["G"],
         "attention.sliding_window": 128,
-        "attention.compress_ratios": np.array(_deepseek4_ratios(s), np.int32),
+        "attention.compress_ratios": np.array([*_deepseek4_ratios(s), 0], np.int32),  # and of the layer that predicts
         "attention.compress_rope_freq_base": 160_000.0,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.indexer.head_count": s["Hi"],
@@ -206,6 +206,7 @@ def _deepseek4_keys(s: Mapping[str, int]) -> dict[str, Any]:
         "attention.indexer.top_k": s["ki"],
         "rope.dimension_count": s["dr"],
         "rope.freq_base": 10_000.0,
+        "rope.scaling.type": "yarn",
         "rope.scaling.factor": 16.0,
         "rope.scaling.original_context_length": 65_536,
         "rope.scaling.yarn_beta_fast": 32.0,
@@ -221,6 +222,8 @@ def _deepseek4_keys(s: Mapping[str, int]) -> dict[str, Any]:
         "expert_feed_forward_length": s["F"],
         "expert_weights_scale": 1.5,
         "expert_weights_norm": True,
+        "expert_gating_func": 4,
+        "nextn_predict_layers": 1,  # in a file of their own
     }
 
 
@@ -394,7 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek4": Architecture(
         keys=_deepseek4_keys,
         layer=_deepseek4_layer,
-        vocabulary=vocabularies.deepseek,
+        vocabulary=vocabularies.deepseek4,
         other={"output_hc_fn": "S S*D", "output_hc_scale": "1", "output_hc_base": "S"},
         types=_DEEPSEEK4_TYPES,
         presets={

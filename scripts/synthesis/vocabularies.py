@@ -148,11 +148,20 @@ def deepseek(V: int) -> dict[str, Any]:
         meta = _bpe(
             "deepseek-v3", V, 128_000, [*holders, *_DEEPSEEK_LAST], _DEEPSEEK_LAST[:2], [*ends, "<\uff5c▁pad▁\uff5c>"]
         )
-        meta |= {"tokenizer.ggml.padding_token_id": 2, "tokenizer.chat_template": _DEEPSEEK3_TEMPLATE}
+        meta |= {"tokenizer.ggml.padding_token_id": 1, "tokenizer.chat_template": _DEEPSEEK3_TEMPLATE}
     return meta | {
         "tokenizer.ggml.bos_token_id": first,
         "tokenizer.ggml.eos_token_id": first + 1,
         "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def deepseek4(V: int) -> dict[str, Any]:
+    """DeepSeek V4: V3's, whose pre-tokenizer has another name in its files, and which adds no token by itself."""
+    return deepseek(V) | {
+        "tokenizer.ggml.pre": "joyai-llm",
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False,
     }
 
 

@@ -82,6 +82,37 @@ def test_agrees_with_transformers(
     assert np.abs(found - expected).max() <= TOLERANCE
 
 
+def test_yarn_without_a_multiplier_scales_the_rotation(tmp_path: Path, device: Device) -> None:
+    """As transformers does without mscale_all_dim."""
+    metadata = {key: value for key, value in YARN.items() if "multiplier" not in key}
+    hf = {key: value for key, value in YARN_HF.items() if "mscale" not in key}
+    tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", metadata=metadata, **V3)
+    expected = reference.logits(reference.deepseek(tiny, rope=hf), IDS)
+    with running(tiny.path, device) as model:
+        assert np.abs(model.prefill(IDS) - expected).max() <= TOLERANCE
+
+
+def test_heads_whose_rows_are_those_of_one_matrix(tmp_path: Path, device: Device) -> None:
+    tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", **V3)
+    with running(tiny.path, device) as model:
+        expected = model.prefill(IDS[:40])
+    for name, values in tiny.tensors.items():
+        if "attn_k_b" in name or "attn_v_b" in name:
+            tiny.tensors[name] = values.reshape(-1, values.shape[-1])
+    with running(write(tiny).path, device) as model:
+        assert np.array_equal(model.prefill(IDS[:40]), expected)
+
+
+def test_a_router_whose_kind_is_not_said_takes_softmax(tmp_path: Path, device: Device) -> None:
+    found = []
+    for kind in (1, 0, None):
+        metadata = {"deepseek2.expert_gating_func": kind}
+        tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", metadata=metadata)
+        with running(tiny.path, device) as model:
+            found.append(model.prefill(IDS[:20]))
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
 def test_joined_equals_split(tmp_path: Path, device: Device) -> None:
     found = []
     for joined in (False, True):
@@ -181,6 +212,10 @@ def test_pages_are_forked_saved_and_restored_exactly(tmp_path: Path, device: Dev
 
 def test_layers_of_next_token_prediction_are_left_out(tmp_path: Path, device: Device) -> None:
     tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", metadata={"deepseek2.nextn_predict_layers": 1})
+    assert arch.describe(open_model(tiny.path)).layers == 3  # the file says how many there are, but has none
+    tiny.tensors["blk.2.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    write(tiny)
+    del tiny.tensors["blk.2.nextn.eh_proj.weight"]
     with running(tiny.path, device) as model:
         found = model.prefill(IDS[:20])
         assert model.loaded.layers == 2

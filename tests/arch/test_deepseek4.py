@@ -158,6 +158,9 @@ def test_states_have_the_published_shares(tmp_path: Path) -> None:
         ({"hash_layer_count": 5}, r"hash_layer_count.*between 0 and 4"),
         ({"hash_layer_count": 3}, r"blk.2.ffn_gate_tid2eid.weight.*missing"),
         ({"swiglu_clamp_exp": (1.0, 1.0)}, r"swiglu_clamp_exp.*each of 4 layers, found 2"),
+        ({"swiglu_clamp_shexp": (1.0, 1.0)}, r"swiglu_clamp_shexp.*each of 4 layers, found 2"),
+        ({"expert_gating_func": 2}, r"expert_gating_func.*expected 4.*found 2"),
+        ({"rope.scaling.type": "linear"}, r"rope.scaling.type.*expected yarn, found 'linear'"),
     ],
 )
 def test_metadata_that_cannot_be_right(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
@@ -179,6 +182,34 @@ def test_ratios_of_layers_in_other_files_are_left_out(tmp_path: Path, device: De
         with running(tiny.path, device) as model:
             found.append(model.prefill(IDS[:20]))
     assert np.array_equal(found[0], found[1])
+
+
+def test_layers_of_next_token_prediction_are_left_out(tmp_path: Path, device: Device) -> None:
+    """Where the file has them; converters that leave them out say how many the model has all the same."""
+    short = tiny_deepseek4_gguf(tmp_path / "short.gguf", metadata={"deepseek4.nextn_predict_layers": 1})
+    assert arch.describe(open_model(short.path)).layers == 4
+    tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", ratios=(0, 4, 128, 4, 0))
+    tiny.tensors["blk.4.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    tiny.metadata["deepseek4.nextn_predict_layers"] = 1
+    found = []
+    for written in (short, write(tiny)):
+        written.tensors |= {name: values for name, values in tiny.tensors.items() if not name.startswith("blk.4.")}
+        with running(write(written).path, device) as model:
+            assert model.loaded.layers == 4
+            found.append(model.prefill(IDS[:20]))
+    assert np.array_equal(found[0], found[1])
+
+
+def test_shared_experts_have_a_limit_of_their_own(tmp_path: Path, device: Device) -> None:
+    found = []
+    for limit in (1.5, 1000.0):
+        metadata = {"deepseek4.swiglu_clamp_shexp": (limit,) * 4}
+        tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", metadata=metadata)
+        with running(tiny.path, device) as model:
+            found.append(model.prefill(IDS[:20]))
+    with running(tiny_deepseek4_gguf(tmp_path / "model.gguf").path, device) as model:
+        assert np.array_equal(model.prefill(IDS[:20]), found[0])
+    assert not np.array_equal(found[0], found[1])
 
 
 def test_what_is_refused(tmp_path: Path, device: Device) -> None:

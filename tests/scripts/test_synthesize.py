@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ import pytest
 import synthesize
 from numpy.typing import NDArray
 from synthesis import vocabularies
-from synthesis.architectures import ARCHITECTURES, MIXES, layer_count, metadata, tensors
+from synthesis.architectures import ARCHITECTURES, MIXES, layer_count, tensors
 from synthesis.blocks import CHUNK_BYTES, LAYOUTS, BlockStream, block_elements
 
 from apu_engine import LLM, arch
 from apu_engine.arch.blocks import MATRIX_TYPES
-from apu_engine.plan.cost import decode_bytes
 from apu_engine.text.tokenizer import Tokenizer
 from apu_engine.weights.ggml_types import GGML_TYPES
 from apu_engine.weights.gguf import open_model
@@ -175,36 +173,6 @@ def test_the_moe_preset_has_layers_up_to_its_size(dtype: str) -> None:
     size = sum(tensor.nbytes for tensor in tensors(chosen, preset, MIXES[dtype], layers))
     assert 2.75e9 < size < 3.05e9
     assert {"Q4_0": 8, "Q2_K": 14, "IQ2_XXS": 18}[dtype] == layers
-
-
-def test_the_2_bit_preset_of_v4_flash_has_the_published_size() -> None:
-    chosen = ARCHITECTURES["deepseek4"]
-    preset = chosen.presets["v4-flash-q2"]
-    table = tensors(chosen, preset, MIXES["Q4_0"], preset.letters["L"])
-    assert abs(sum(tensor.nbytes for tensor in table) / 2**30 - 80.758) < 0.01
-    types = {tensor.name: tensor.dtype for tensor in table}
-    assert types["blk.9.ffn_up_exps.weight"] == "IQ2_XXS" and types["blk.9.ffn_down_exps.weight"] == "Q2_K"
-    assert types["blk.2.indexer_compressor_kv.weight"] == "F16" and types["blk.2.ffn_gate_tid2eid.weight"] == "I32"
-
-
-def test_v4_flash_opens_plans_and_is_estimated_at_its_true_size(tmp_path: Path) -> None:
-    """A sparse file with the header of 80.76 GiB: bytes of a decode step and of states are what they should be."""
-    chosen, preset = ARCHITECTURES["deepseek4"], ARCHITECTURES["deepseek4"].presets["v4-flash-q2"]
-    table = tensors(chosen, preset, MIXES["Q4_0"], 43)
-    head = synthesize.header(metadata("deepseek4", "V4 Flash", preset, MIXES["Q4_0"], 43), table)
-    out = tmp_path / "v4-flash.gguf"
-    with out.open("wb") as file:
-        file.write(head)
-        file.truncate(len(head) + sum(-(-tensor.nbytes // 32) * 32 for tensor in table))
-    began = time.process_time()
-    model = open_model(out)
-    info = arch.describe(model)
-    spec = arch.plan(model, arch.PlanOptions(ctx=131_072))
-    assert time.process_time() - began < 2  # a second and what a loaded machine adds
-    assert info.layers == 43 and info.kv_bytes_per_token[0] == 21 * (1024 + 256) // 4 + 20 * 1024 // 128
-    open_rows = 21 * 4 * (4 * 512 + 4 * 128) + 20 * 4 * 2 * 512
-    assert info.kv_bytes_per_token[1] == open_rows + 43 * 1024
-    assert abs(decode_bytes(spec, 1000)[0] / 2**30 - 8.90) < 0.01  # as the public engines count
 
 
 def test_rows_that_blocks_do_not_divide_get_another_type() -> None:

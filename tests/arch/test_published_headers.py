@@ -1,0 +1,105 @@
+"""Headers as published files have them: opened, planned and estimated at their true size from a hole on the disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from published_models import Published, published, write_sparse
+from synthesis.architectures import ARCHITECTURES, MIXES, metadata, tensors
+
+from apu_engine import arch
+from apu_engine.cli import main
+from apu_engine.config import EngineConfig
+from apu_engine.engine.context import fit
+from apu_engine.memory.limits import preset
+from apu_engine.plan.cost import decode_bytes
+from apu_engine.text.tokenizer import Tokenizer
+from apu_engine.weights.gguf import open_model
+
+CTX = 131_072
+Q4 = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "Q4_K")
+
+
+@pytest.fixture(scope="module")
+def v4_flash() -> Published:
+    return published("deepseek-v4-flash-q2")
+
+
+@pytest.fixture(scope="module")
+def v4_path(v4_flash: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_sparse(tmp_path_factory.mktemp("published") / "v4-flash.gguf", v4_flash)
+    assert abs(path.stat().st_size - v4_flash.file_bytes) < 2 << 20  # other words, other template
+    assert path.stat().st_blocks * 512 < 8 << 20
+    return path
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) << 10
+
+
+def test_v4_flash_opens_plans_and_is_estimated(v4_path: Path) -> None:
+    """80.76 GiB: no growth of memory, bytes of a decode step and of states as they should be."""
+    before, began = anonymous_bytes(), time.perf_counter()
+    model = open_model(v4_path)
+    info = arch.describe(model)
+    spec = arch.plan(model, arch.PlanOptions(ctx=CTX))
+    fitted = fit(EngineConfig(ctx=CTX), model, None, ("registered", "staged"), preset("strix-halo-128"))
+    took, grew = time.perf_counter() - began, anonymous_bytes() - before
+    print(f"V4 Flash Q2, {v4_path.stat().st_size / 2**30:.2f} GiB: {took:.3f} s, {grew >> 10} KiB of anonymous memory")
+    assert grew < 32 << 20
+    assert (info.layers, info.vocabulary, info.context_trained) == (43, 129_280, 1 << 20)
+    assert abs(info.parameters / 1e9 - 284.33) < 0.01
+    assert info.kv_bytes_per_token[0] == 21 * (1024 + 256) // 4 + 20 * 1024 // 128
+    open_rows = 21 * 4 * (4 * 512 + 4 * 128) + 20 * 4 * 2 * 512
+    assert info.kv_bytes_per_token[1] == open_rows + 43 * 1024
+    assert abs(decode_bytes(spec, 1000)[0] / 2**30 - 8.90) < 0.01  # as the public engines count
+    assert fitted.needs.weights == model.weight_bytes
+    assert [item.fits for item in fitted.estimates] == [True, False]
+    assert not model.tensors.keys() - {tensor.name for tensor in arch.tensors_used(model, arch.PlanOptions(ctx=CTX))}
+
+
+def test_the_vocabulary_can_be_read(v4_path: Path) -> None:
+    model = open_model(v4_path)
+    tokenizer = Tokenizer.from_metadata(model.metadata, str(v4_path))
+    assert tokenizer.vocab_size == 129_280 and tokenizer.decode(tokenizer.encode("1234 words")) == "1234 words"
+
+
+@pytest.mark.parametrize(
+    "types",
+    [Q4, dict.fromkeys(Q4, "MXFP4"), {"ffn_gate_inp": "F32", "hc_attn_fn": "F32", "attn_compressor_ape": "F32"}],
+    ids=["q4-experts", "mxfp4-experts", "float"],
+)
+def test_other_types_of_the_same_model(v4_flash: Published, tmp_path: Path, types: dict[str, str]) -> None:
+    model = open_model(write_sparse(tmp_path / "other.gguf", v4_flash, types))
+    assert len(arch.plan(model, arch.PlanOptions(ctx=CTX)).ops) > 43
+    assert {model.tensors[f"blk.3.{name}.weight"].type_name for name in types} == set(types.values())
+
+
+def test_the_synthetic_preset_is_the_published_file(v4_flash: Published) -> None:
+    """All tensors, and all keys that say what the model is."""
+    preset_ = ARCHITECTURES["deepseek4"].presets["v4-flash-q2"]
+    table = tensors(ARCHITECTURES["deepseek4"], preset_, MIXES["Q4_0"], 43)
+    assert {tensor.name: (tensor.dtype, tensor.shape) for tensor in table} == v4_flash.tensors
+    keys = dict(metadata("deepseek4", "V4 Flash", preset_, MIXES["Q4_0"], 43))
+    for key, (kind, value) in v4_flash.metadata.items():
+        if kind == "string" and value is None:
+            assert key in keys, key
+        elif key.startswith("deepseek4."):
+            assert np.array_equal(keys.pop(key), value), key
+        elif key.startswith("tokenizer."):
+            assert keys[key] == value if not kind.endswith("[]") else len(keys[key]) == value, key
+    assert not [key for key in keys if key.startswith("deepseek4.")]
+
+
+def test_show_gives_v4_flash_at_128k_in_numbers(v4_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["show", str(v4_path), "--estimate-only", "--ctx", str(CTX), "--machine", "strix-halo-128"]
+    assert main(arguments) == 0
+    assert "weights 80.8 GiB, KV cache 1.1 GiB" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimate"]
+    assert found["kv"] == 1024 * 128 * 6880 + 6 * 128 * 340_992
