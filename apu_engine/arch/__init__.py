@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 from apu_engine._native import Device, Region, lib
 from apu_engine.arch import deepseek2, deepseek4, gemma3, llama, qwen3, qwen3moe
@@ -76,6 +78,21 @@ class GroupSpec:
     window: int
     page_count: int
     page_bytes_total: int
+
+
+class RowSize(NamedTuple):
+    """Bytes that one token takes in one state of a layer; `window` 0: for as long as the sequence lasts."""
+
+    name: str
+    token_bytes: int
+    window: int
+
+
+class LayerKind(NamedTuple):
+    """What a token takes in each of `layers` layers."""
+
+    layers: int
+    rows: tuple[RowSize, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +254,15 @@ def groups(spec: PlanSpec) -> tuple[GroupSpec, ...]:
     return tuple(out)
 
 
+def layer_kinds(spec: PlanSpec) -> tuple[LayerKind, ...]:
+    """The states of a plan's layers, layers with equal ones together, in the order of the first."""
+    layers: dict[int, list[RowSize]] = {}
+    for state in spec.states:
+        name = state.name.split(".", 2)[2]
+        layers.setdefault(state.layer, []).append(RowSize(name, state.token_bytes, state.window))
+    return tuple(LayerKind(count, rows) for rows, count in Counter(map(tuple, layers.values())).items())
+
+
 def page_count(options: PlanOptions, window: int) -> int:
     """Pages of a group for `parallel` sequences: `ctx` tokens each, or what a window and a step touch."""
     return most_pages(options.ctx, window, options.max_rows) * options.parallel
@@ -253,11 +279,13 @@ def resolve_kv_type(model: ModelFile, kv_type: str) -> str:
 __all__ = [
     "ARCHITECTURES",
     "GroupSpec",
+    "LayerKind",
     "LoadedModel",
     "ModelInfo",
     "PlanOptions",
     "describe",
     "groups",
+    "layer_kinds",
     "load",
     "page_count",
     "plan",

@@ -293,7 +293,8 @@ def read_experts(keys: Keys, grouped: bool = False) -> Experts:
     `grouped` ones may have groups, shared experts and dense layers, and do not divide unless the file says so.
     """
     count = keys.integer("expert_count", 1, MAX_EXPERTS)
-    score = keys.integer("expert_gating_func", 0, 1 << 16, default=0) or 1  # 0 is written for "not said"
+    score = keys.integer("expert_gating_func", 0, 1 << 16, default=1)
+    score = 1 if grouped and not score else score  # 0 is written for "not said"
     if score not in SCORES:
         raise keys.fail("expert_gating_func", f"expected 1 (softmax) or 2 (sigmoid), found {score}: not supported")
     if not grouped:

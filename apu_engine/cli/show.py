@@ -1,7 +1,8 @@
 """`apu-engine show`: what a model file holds, and whether it fits, from its header alone and without a GPU.
 
 The estimate is what loading checks: needs against the limits of each memory strategy, of this machine as /proc and /sys
-show it or of a typical one (`--machine`). Nothing is mapped or allocated; the exit status is 78 where nothing fits.
+show it or of a typical one (`--machine`). Without `--machine` the typical ones follow in a line each. The first part of
+a file is enough where it holds the header. Nothing is mapped or allocated; the exit status is 78 where nothing fits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from apu_engine.errors import BudgetError
 from apu_engine.options import format_size
 
 if TYPE_CHECKING:
+    from apu_engine.arch import LayerKind
     from apu_engine.engine.context import Fit
+    from apu_engine.memory.budget import Estimate
     from apu_engine.memory.limits import Limits
     from apu_engine.weights.model_file import ModelFile
 
@@ -55,7 +58,7 @@ def show(
     from apu_engine.engine.context import fit
     from apu_engine.weights.gguf import open_model
 
-    model = open_model(Path(require_model(config, "show")))
+    model = open_model(Path(require_model(config, "show")), whole=False)
     limits = _limits(config, machine)
     strategies = _strategies(config.memory, limits.kind)
     refused = None
@@ -63,12 +66,20 @@ def show(
         fitted = fit(config, model, None, strategies, limits)
     except BudgetError as error:
         refused, fitted = error, fit(replace(config, force=True), model, None, strategies, limits)
+    elsewhere = {} if machine or config.device == "cpu" else _elsewhere(config, fitted)
     if as_json:
         report = {} if estimate_only else {"model": _facts(model)}
-        print(json.dumps({**report, "estimate": _estimate(fitted, refused)}, indent=2))
+        machines = {name: [_held(item) for item in found] for name, found in elsewhere.items()}
+        print(json.dumps({**report, "estimate": _estimate(fitted, refused), "machines": machines}, indent=2))
     else:
         lines = [] if estimate_only else [*_model_lines(model), ""]
-        print("\n".join([*lines, *_estimate_lines(fitted, refused is None)]))
+        lines += _estimate_lines(fitted, refused is None)
+        if elsewhere:
+            lines += ["", *_machine_lines(fitted.needs.tokens, elsewhere)]
+        if model.missing_bytes:
+            sizes = f"{format_size(sum(model.file_sizes))} of it, {format_size(model.missing_bytes)} are missing"
+            lines += ["", f"{_one_line(str(model.path))} is a part of a model: {sizes}"]
+        print("\n".join(lines))
     if refused is not None:
         raise refused
 
@@ -92,6 +103,15 @@ def _strategies(memory: str, kind: str) -> tuple[str, ...]:
     if kind == "cpu":
         return ("direct",)
     return _GPU_STRATEGIES if memory == "auto" else (memory,)
+
+
+def _elsewhere(config: EngineConfig, fitted: Fit) -> dict[str, tuple[Estimate, ...]]:
+    """The same needs on typical machines."""
+    from apu_engine.memory.budget import estimates
+    from apu_engine.memory.limits import PRESETS, preset
+
+    needs, strategies = replace(fitted.needs, cached=0), _strategies(config.memory, "hip")
+    return {name: estimates(strategies, needs, preset(name), config.memory_budget) for name in PRESETS}
 
 
 # ---- the file
@@ -158,21 +178,27 @@ def _estimate(fitted: Fit, refused: BudgetError | None) -> dict[str, Any]:
         "weights": needs.weights,
         "kv": needs.kv,
         "scratch": needs.scratch,
+        "pages": [
+            {"window": group.window, "pages": group.page_count, "bytes": group.page_bytes_total}
+            for group in fitted.groups
+        ],
+        "layers": [{"layers": kind.layers, "rows": [row._asdict() for row in kind.rows]} for kind in fitted.kinds],
         "fits": refused is None,
         "refusal": "" if refused is None else str(refused),
         "notices": [] if refused is not None else list(fitted.context.notices),
-        "strategies": [
-            {
-                "strategy": item.strategy,
-                "fits": item.fits,
-                "remedy": item.remedy,
-                "pages_limit": item.pages_limit or None,
-                "limits": [
-                    {"limit": demand.limit, "needed": demand.needed, "available": demand.available}
-                    for demand in item.demands
-                ],
-            }
-            for item in fitted.estimates
+        "strategies": [_held(item) for item in fitted.estimates],
+    }
+
+
+def _held(item: Estimate) -> dict[str, Any]:
+    """A strategy's needs held against a machine's limits."""
+    return {
+        "strategy": item.strategy,
+        "fits": item.fits,
+        "remedy": item.remedy,
+        "pages_limit": item.pages_limit or None,
+        "limits": [
+            {"limit": demand.limit, "needed": demand.needed, "available": demand.available} for demand in item.demands
         ],
     }
 
@@ -188,6 +214,7 @@ def _estimate_lines(fitted: Fit, fits: bool) -> list[str]:
         f"KV cache {format_size(needs.kv)}, scratch {format_size(needs.scratch)}"
         + ("" if limits.kind == "cpu" else f", runtime {format_size(RUNTIME_BYTES)}"),
     ]
+    lines += [f"    {line}" for line in map(_kind_line, fitted.kinds)]
     if limits.kind == "cpu" and needs.weights > limits.memory_available:
         lines.append("  the weights exceed memory: they are read from disk again and again, which is slow")
     for item in fitted.estimates:
@@ -199,6 +226,36 @@ def _estimate_lines(fitted: Fit, fits: bool) -> list[str]:
         if item.remedy:
             lines.append(f"    {item.remedy}")
     return lines + ([f"  note: {notice}" for notice in fitted.context.notices] if fits else [])
+
+
+def _kind_line(kind: LayerKind) -> str:
+    """ "61 layers: cache_latent 1152 bytes a token"."""
+    whole = [f"{row.name} {row.token_bytes}" for row in kind.rows if not row.window]
+    parts = [", ".join(whole) + " bytes a token"] if whole else []
+    for window in dict.fromkeys(row.window for row in kind.rows if row.window):
+        rows = ", ".join(f"{row.name} {row.token_bytes}" for row in kind.rows if row.window == window)
+        parts.append(f"{rows} of the last {window}")
+    return f"{kind.layers} {'layer' if kind.layers == 1 else 'layers'}: {'; '.join(parts)}"
+
+
+_NAMES = {"registered": "in place", "direct": "in place", "staged": "as a copy"}
+
+
+def _machine_lines(tokens: int, elsewhere: dict[str, tuple[Estimate, ...]]) -> list[str]:
+    """One line for each typical machine, one column for each strategy."""
+    strategies = [item.strategy for item in next(iter(elsewhere.values()))]
+    lines = [f"{f'at ctx {tokens} on':<24}" + "".join(f"{_NAMES[strategy]:<22}" for strategy in strategies)]
+    for machine, found in elsewhere.items():
+        lines.append(f"  {machine:<22}" + "".join(f"{_verdict(item):<22}" for item in found))
+    return [line.rstrip() for line in lines]
+
+
+def _verdict(item: Estimate) -> str:
+    if item.fits:
+        return "fits"
+    if item.pages_limit:
+        return f"fits with {item.ttm_module}.pages_limit={item.pages_limit}"
+    return f"{format_size(max(demand.needed - demand.available for demand in item.missing))} too much"
 
 
 def register(app: typer.Typer) -> None:

@@ -20,7 +20,7 @@ from apu_engine.options import format_size
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
-    from apu_engine.arch import PlanOptions
+    from apu_engine.arch import GroupSpec, LayerKind, PlanOptions
     from apu_engine.config import EngineConfig
     from apu_engine.weights.model_file import ModelFile
 
@@ -45,11 +45,13 @@ class Fit:
     """What a model will get: its context, limits of its plan, and the strategies that have room for both.
 
     `strategies` are those of the candidates that fit, in their order (all of them with `force`); `refused` says why
-    each other one does not.
+    each other one does not. `groups` are the pages of the KV cache, `kinds` what tokens take in the layers.
     """
 
     context: ContextChoice
     options: PlanOptions
+    groups: tuple[GroupSpec, ...]
+    kinds: tuple[LayerKind, ...]
     needs: Needs
     limits: Limits
     estimates: tuple[Estimate, ...]
@@ -71,7 +73,8 @@ class Sizes:
         self.weights = model.weight_bytes
         spec = arch.plan(model, self.options(1))
         self.scratch = spec.arena_bytes
-        self._groups = [(group.window, group.page_bytes_total) for group in arch.groups(spec)]
+        self.kinds = arch.layer_kinds(spec)
+        self._groups = arch.groups(spec)
 
     def options(self, tokens: int) -> PlanOptions:
         """Limits of a plan for this context."""
@@ -89,12 +92,28 @@ class Sizes:
             graph=config.graph,
         )
 
-    def kv(self, tokens: int) -> int:
-        """Bytes of the KV cache for all sequences."""
+    def groups(self, tokens: int) -> tuple[GroupSpec, ...]:
+        """Pages of the KV cache for all sequences."""
         from apu_engine import arch
 
         options = self.options(tokens)
-        return sum(arch.page_count(options, window) * page_bytes for window, page_bytes in self._groups)
+        return tuple(replace(group, page_count=arch.page_count(options, group.window)) for group in self._groups)
+
+    def kv(self, tokens: int) -> int:
+        """Bytes of the KV cache for all sequences."""
+        return sum(group.page_count * group.page_bytes_total for group in self.groups(tokens))
+
+    def fit(
+        self,
+        context: ContextChoice,
+        limits: Limits,
+        found: tuple[Estimate, ...],
+        strategies: tuple[str, ...],
+        cached: int = 0,
+    ) -> Fit:
+        tokens = context.tokens
+        needs = self.needs(tokens, cached)
+        return Fit(context, self.options(tokens), self.groups(tokens), self.kinds, needs, limits, found, strategies)
 
     def needs(self, tokens: int, cached: int = 0) -> Needs:
         return Needs(self.weights, self.kv(tokens), self.scratch, tokens, cached)
@@ -132,9 +151,7 @@ def fit(
             force=config.force,
         )
         found = estimates(strategies, sizes.needs(context.tokens), limits, config.memory_budget)
-        return Fit(
-            context, sizes.options(context.tokens), sizes.needs(context.tokens), limits, found, tuple(strategies)
-        )
+        return sizes.fit(context, limits, found, tuple(strategies))
     return _on_a_gpu(config, sizes, strategies, limits)
 
 
@@ -166,8 +183,7 @@ def _on_a_gpu(config: EngineConfig, sizes: Sizes, strategies: Sequence[str], lim
         notices.append(_above_trained(config.ctx, sizes.trained))
     found = at(tokens)
     chosen = tuple(item.strategy for item in found if item.fits) or tuple(strategies)
-    context = ContextChoice(tokens, reason, tuple(notices))
-    return Fit(context, sizes.options(tokens), sizes.needs(tokens, cached), limits, found, chosen)
+    return sizes.fit(ContextChoice(tokens, reason, tuple(notices)), limits, found, chosen, cached)
 
 
 def _has_room(item: Estimate, share: float) -> bool:

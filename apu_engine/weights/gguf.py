@@ -29,6 +29,7 @@ from apu_engine.weights.model_file import ModelFile, StringArray, TensorRef
 
 # Bounds on what a header may ask for. The largest published headers are near 20 MB with 50,000 tensors.
 MAX_HEADER = 128 << 20
+MAX_FILE = 1 << 50
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 18
 MAX_NAME = 65_535  # bytes in a key or tensor name
@@ -82,18 +83,19 @@ _OTHER_FILES = (
 )
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelFile:
+def open_model(path: str | os.PathLike[str], *, whole: bool = True) -> ModelFile:
     """Read the header of a model: a file, any shard of a split set, or a folder that holds one of either.
 
+    A file that ends before its tensors do is refused, unless `whole` is off: then the header is enough.
     Raises FormatError, whose message names the file, the field, what was found and what to do.
     """
     given = Path(path).expanduser()
     if given.is_dir():
         given = _model_in_folder(given)
-    header = _read_header(given)
+    header = _read_header(given, whole)
     if header.integer("split.count", 1, 0, 99_999) <= 1:
         return _model_file([header])
-    return _model_file(_read_siblings(header))
+    return _model_file(_read_siblings(header, whole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def _model_in_folder(folder: Path) -> Path:
     raise FormatError(folder, "", f"holds no .gguf file, {hint}")
 
 
-def _read_siblings(header: _Header) -> list[_Header]:
+def _read_siblings(header: _Header, whole: bool) -> list[_Header]:
     """All shards of the split set that `header` belongs to, in order, checked against one another."""
     path = header.path
     count = header.integer("split.count", 1, 1, 99_999)
@@ -189,7 +191,7 @@ def _read_siblings(header: _Header) -> list[_Header]:
             f"{len(missing)} of {count} shards missing (number {numbers}): no {paths[missing[0]]}; "
             "download the missing ones into the same folder",
         )
-    headers = [header if shard == path else _read_header(shard) for shard in paths]
+    headers = [header if shard == path else _read_header(shard, whole) for shard in paths]
     first = headers[0]
     for i, shard_header in enumerate(headers):
         number = shard_header.integer("split.no", -1, 0, 99_998)
@@ -232,13 +234,13 @@ def _same(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------- one file
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path, whole: bool) -> _Header:
     try:
         fd, info = open_regular(path)
     except MappingError as error:
         raise FormatError(error.file, "", error.problem) from None
     try:
-        return _Reader(path, fd, info.st_size).header()
+        return _Reader(path, fd, info.st_size).header(whole)
     finally:
         os.close(fd)
 
@@ -325,7 +327,7 @@ class _Reader:
 
     # ------------------------------------------------------------ parts of a header, in file order
 
-    def header(self) -> _Header:
+    def header(self, whole: bool) -> _Header:
         version = self.preamble()
         n_tensors = self.count("tensor_count", _MIN_TENSOR, MAX_TENSORS)
         n_keys = self.count("metadata_kv_count", _MIN_KEY, MAX_KEYS)
@@ -345,7 +347,7 @@ class _Reader:
                 raise self.fail(f'tensor "{ref.name}"', "the name occurs twice")
             infos[ref.name] = ref
         start = -(-self.pos // alignment) * alignment
-        return _Header(self.path, self.size, version, alignment, metadata, self.place(infos, start))
+        return _Header(self.path, self.size, version, alignment, metadata, self.place(infos, start, whole))
 
     def preamble(self) -> int:
         """Magic and version; whatever else people mistake for a model is named."""
@@ -484,9 +486,11 @@ class _Reader:
         nbytes = math.prod(dims) // block.elements * block.nbytes
         return TensorRef(name, dtype, dims[::-1], 0, offset, nbytes)
 
-    def place(self, infos: Mapping[str, TensorRef], start: int) -> dict[str, TensorRef]:
-        """Absolute offsets for relative ones, every extent inside the file and none across another."""
-        room = self.size - start
+    def place(self, infos: Mapping[str, TensorRef], start: int, whole: bool) -> dict[str, TensorRef]:
+        """Absolute offsets for relative ones, every extent inside the file, or of the `whole` one any size that files
+        have, and none across another.
+        """
+        room = (self.size if whole else MAX_FILE) - start
         placed: dict[str, TensorRef] = {}
         for name, ref in infos.items():
             if ref.nbytes > room or ref.offset > room - ref.nbytes:

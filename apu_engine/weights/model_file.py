@@ -121,7 +121,7 @@ class ModelFile:
     """A validated model header: one file, or a split set in the order of its shards.
 
     `path` is the first file, `alignment` that of the first file. Extents of all tensors lie inside
-    `file_sizes`.
+    `file_sizes`, unless only headers were asked for.
     """
 
     path: Path
@@ -141,6 +141,14 @@ class ModelFile:
     def weight_bytes(self) -> int:
         """Bytes of all tensors together, without header and padding."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the files lack of the tensors, where only headers were asked for."""
+        ends = [0] * len(self.files)
+        for tensor in self.tensors.values():
+            ends[tensor.shard] = max(ends[tensor.shard], tensor.offset + tensor.nbytes)
+        return sum(max(0, end - size) for end, size in zip(ends, self.file_sizes, strict=True))
 
     def fail(self, field: str, problem: str) -> FormatError:
         """A FormatError about this file, for callers that check more than a range."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -96,10 +97,33 @@ def test_the_synthetic_preset_is_the_published_file(v4_flash: Published) -> None
     assert not [key for key in keys if key.startswith("deepseek4.")]
 
 
-def test_show_gives_v4_flash_at_128k_in_numbers(v4_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["show", str(v4_path), "--estimate-only", "--ctx", str(CTX), "--machine", "strix-halo-128"]
-    assert main(arguments) == 0
-    assert "weights 80.8 GiB, KV cache 1.1 GiB" in capsys.readouterr().out
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["estimate"]
-    assert found["kv"] == 1024 * 128 * 6880 + 6 * 128 * 340_992
+def test_show_gives_v4_flash_at_128k_in_numbers(
+    v4_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the machines that it fits on; the first 6 MB of the file are enough for that."""
+    head = tmp_path / "head.gguf"
+    with v4_path.open("rb") as file:
+        head.write_bytes(file.read(6 << 20))
+    for path in (v4_path, head):
+        assert main(["show", str(path), "--estimate-only", "--ctx", str(CTX)]) == 0
+        out = capsys.readouterr().out
+        assert "weights 80.8 GiB, KV cache 1.1 GiB" in out
+        assert ("is a part of a model: 6 MiB of it, 80.8 GiB are missing" in out) == (path == head)
+        for line in (
+            "2 layers: cache_shared 1024 of the last 128",
+            "21 layers: compressed_rows 256, index_rows 64 bytes a token; cache_shared 1024, compressed_open 8192, "
+            "index_open 2048 of the last 128",
+            "20 layers: compressed_rows 8 bytes a token; cache_shared 1024, compressed_open 4096 of the last 128",
+            "strix-halo-128-tuned  fits                  fits",
+        ):
+            assert line in out
+        assert re.search(r"strix-halo-128  +fits  +fits with ttm.pages_limit=21757952\n", out)
+        assert re.search(r"strix-halo-96  +fits  +fits with ttm.pages_limit=21757952\n", out)
+        assert re.search(r"strix-halo-64  +24.7 GiB too much  +51.1 GiB too much\n", out)
+    assert main(["show", str(head), "--estimate-only", "--ctx", str(CTX), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    in_place, copied = found["machines"]["strix-halo-128"]
+    assert in_place["fits"] and not copied["fits"] and copied["pages_limit"] == 21_757_952
+    sizes = {group["window"]: (group["pages"], group["bytes"]) for group in found["estimate"]["pages"]}
+    assert sizes == {0: (1024, 128 * 6880), 128: (6, 128 * 340_992)}
+    assert found["estimate"]["kv"] == 1024 * 128 * 6880 + 6 * 128 * 340_992
