@@ -33,6 +33,7 @@ public:
     const MatvecKind kind = matvec_kind(builder.props(), product.w[0].type, product.precision);
     args.w[0] = product.w[0];
     args.activation = uint32_t(product.activation);
+    args.limit = product.limit;
     if (gated) {
       const MatvecKind up = matvec_kind(builder.props(), product.w[1].type, product.precision);
       args.pair = !std::strcmp(kind.name, up.name);

@@ -280,6 +280,7 @@ private:
     g.args.activation = uint32_t(p.activation);
     g.args.residual = p.residual;
     g.args.soft_cap = p.soft_cap;
+    g.args.limit = p.limit;
   }
 
   Tiles tiles_;
@@ -303,6 +304,7 @@ public:
       groups_.push_back(tiles_.group({up}));
     }
     groups_.back().args.activation = uint32_t(p.activation);
+    groups_.back().args.limit = p.limit;
     for (Group &g : groups_) g.args.row_divisor = p.second ? 1 : p.used;
     tiles_.reserve_rows(pairs);
     if (p.second || groups_.size() == 2) b.reserve(Scratch::partial, pairs * n * sizeof(float));

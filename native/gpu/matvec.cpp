@@ -214,6 +214,7 @@ private:
     }
     if (sides[0] == 0) {
       args.activation = uint32_t(product.activation);
+      args.limit = product.limit;
       args.residual = product.residual;
       args.soft_cap = product.soft_cap;
       if (args.activation != kActNone || args.residual || args.soft_cap != 0) args.plain = false;

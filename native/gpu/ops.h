@@ -85,6 +85,8 @@ std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_route(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_experts(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_streams_in(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_streams_out(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sparse_attention(Builder &builder, const apu_op &op);
 
 // The parts of a product over prepared rows (ops_matmul.cpp decides by the bucket's rows).
@@ -97,6 +99,7 @@ struct Product {
   ProductSide sides[4];
   uint32_t count = 0;
   int32_t activation = APU_ACT_NONE; // sides 0 and 1 are gate and up, out is sides[0].out
+  float limit = 0;                   // of gate and up, 0 for none
   const float *residual = nullptr;   // (T, N) added to side 0, may be its out
   float soft_cap = 0;                // of side 0, 0 for none
   int32_t precision = APU_PRECISION_DEFAULT;
@@ -105,6 +108,7 @@ struct Product {
 struct ExpertProduct {
   Matrix w[2]; // gate and up, or one; rows is N of one expert
   int32_t activation = APU_ACT_NONE;
+  float limit = 0;                 // of gate and up, 0 for none
   uint32_t experts = 0;            // E
   uint32_t used = 0;               // k
   const int32_t *ids = nullptr;    // (T, k)

@@ -2,6 +2,8 @@
 #include "gpu/kernels/rows.h"
 #include "gpu/ops.h"
 
+#include <algorithm>
+
 namespace apu::gpu {
 namespace {
 
@@ -15,6 +17,7 @@ public:
     args_.sampled = step.sampled;
     args_.out = b.scratch(op.out[0]);
     args_.scale = op.f[0];
+    args_.copies = uint32_t(std::max(op.i[0], 1));
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {

@@ -13,6 +13,7 @@ public:
     ExpertProduct product;
     product.second = op.i[0] == APU_ACT_NONE;
     product.activation = op.i[0];
+    product.limit = op.f[1];
     product.precision = op.i[1];
     product.used = uint32_t(b.info().tensor(op.in[1])->inner);
     product.experts = uint32_t(b.info().tensor(op.w[1])->d.shape[0]);

@@ -12,6 +12,7 @@ public:
   Matmul(Builder &b, const apu_op &op) : in_(*b.info().tensor(op.in[0])) {
     Product product;
     product.activation = op.i[0];
+    product.limit = op.f[2];
     product.precision = op.i[1];
     product.residual = b.scratch(op.in[1]);
     product.soft_cap = op.f[1];

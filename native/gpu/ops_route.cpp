@@ -23,7 +23,7 @@ public:
     args_.weights = b.scratch(op.out[1]);
     args_.eps = op.f[0];
     args_.k = uint32_t(b.info().tensor(op.out[0])->inner);
-    args_.softmax = op.i[0] == APU_SCORE_SOFTMAX;
+    args_.score = uint32_t(op.i[0]);
     args_.divide = op.i[1] != 0;
     args_.scale = op.f[1];
     args_.floor = op.f[2];
@@ -31,6 +31,9 @@ public:
     args_.groups = uint32_t(op.i[2]);
     args_.groups_used = uint32_t(op.i[3]);
     args_.group_sum2 = op.i[4] == APU_GROUP_SUM2;
+    args_.table = b.matrix(op.w[3]);
+    args_.tokens = b.step().rows;
+    args_.sampled = b.step().sampled;
     const uint32_t experts = args_.router.rows;
     args_.parts = std::min(kRouteThreads / wave_, d >= 4096 || (d >= 1024 && experts <= 128) ? 8u
                                                   : d >= 2048                                ? 4u

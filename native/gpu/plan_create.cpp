@@ -139,6 +139,8 @@ MakeOp maker(uint32_t kind) {
   case APU_OP_GATHER_NORM: return make_gather_norm;
   case APU_OP_ROUTE: return make_route;
   case APU_OP_EXPERTS: return make_experts;
+  case APU_OP_STREAMS_IN: return make_streams_in;
+  case APU_OP_STREAMS_OUT: return make_streams_out;
   case APU_OP_SPARSE_ATTENTION: return make_sparse_attention;
   default: return make_sample; // describe() knows no other
   }
@@ -149,16 +151,8 @@ apu_status check_supported(const PlanInfo &info, const std::string &label, const
   if (op.kind == APU_OP_ROUTE && op.i[2] > int32_t(kRouteGroups))
     return fail(APU_E_UNSUPPORTED, "%s: i2 (groups) is %d, GPU kernels have at most %u; use --device cpu",
                 label.c_str(), op.i[2], kRouteGroups);
-  if (op.kind >= APU_OP_STREAMS_IN && op.kind <= APU_OP_INDEX)
+  if (op.kind >= APU_OP_SHARED_STORE && op.kind <= APU_OP_INDEX)
     return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op; use --device cpu", label.c_str());
-  const char *extra = op.kind == APU_OP_EMBED && op.i[0] > 1                          ? "several copies"
-                      : op.kind == APU_OP_MATMUL && op.f[2] > 0                       ? "a limit"
-                      : op.kind == APU_OP_EXPERTS && op.f[1] > 0                      ? "a limit"
-                      : op.kind == APU_OP_ROUTE && op.i[0] == APU_SCORE_SQRT_SOFTPLUS ? "this score"
-                      : op.kind == APU_OP_ROUTE && op.w[3] != APU_NONE                ? "experts by token"
-                                                                                      : nullptr;
-  if (extra)
-    return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op with %s; use --device cpu", label.c_str(), extra);
   const Tensor *in = info.tensor(op.in[0]);
   if (in && in->d.rows == APU_ROWS_FIXED)
     return fail(APU_E_UNSUPPORTED, "%s: in0 \"%s\" has a fixed number of rows, expected the step's or its outputs'",

@@ -12,6 +12,7 @@ from rig import STEP
 from shim import Shim, every_shim
 
 THREADS = 256
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)
 Array = np.ndarray[Any, Any]
 
 
@@ -126,7 +127,7 @@ def test_one_kernel_for_few_rows(shims: list[Shim], experts: int, k: int) -> Non
             eps=1e-6,
             parts=2,
             k=k,
-            softmax=1,
+            score=SOFTMAX,
             divide=1,
             scale=1.5,
             **{"in": shim.input(np.concatenate([x, x[:1]]))},
@@ -143,7 +144,7 @@ def choose(shim: Shim, logits: Array, k: int, **fields: Any) -> tuple[Array, Arr
     """Ids and weights; one block more than there are rows."""
     rows, experts = logits.shape
     ids, weights = shim.output((rows + 1, k), np.int32), shim.output((rows + 1, k), np.float32)
-    options = {"softmax": 1, "divide": 0, "scale": 1.0, "floor": 0.0, **fields}
+    options = {"score": SOFTMAX, "divide": 0, "scale": 1.0, "floor": 0.0, **fields}
     args = shim.args(
         "RouteArgs",
         count=count(shim, rows),
@@ -173,18 +174,21 @@ def reference(scores: Array, k: int, divide: int = 0, scale: float = 1, floor: f
 @pytest.mark.parametrize(
     ("experts", "k"), [(4, 1), (4, 4), (60, 6), (128, 8), (256, 8), (300, 20), (520, 300), (1030, 9), (2100, 1100)]
 )
-@pytest.mark.parametrize("softmax", [0, 1])
-def test_choice(shims: list[Shim], experts: int, k: int, softmax: int) -> None:
+@pytest.mark.parametrize("score", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
+def test_choice(shims: list[Shim], experts: int, k: int, score: int) -> None:
     logits = np.random.default_rng((experts, k)).standard_normal((3, experts)).astype(np.float32) * 3
     logits[1, : experts // 2] = logits[1, 0]  # equals: the lower ids
     wide = logits.astype(np.float64)
     want = 1 / (1 + np.exp(-wide))
-    if softmax:
+    if score == SQRT_SOFTPLUS:
+        wide[2] = logits[2] = 12 * logits[2]  # from where exp vanishes to where it is all there is
+        want = np.sqrt(np.log1p(np.exp(wide)))
+    if score == SOFTMAX:
         want = np.exp(wide - wide.max(1, keepdims=True))
         want /= want.sum(1, keepdims=True)
     for shim in shims:
         for rule in ({}, {"divide": 1, "scale": 2.5, "floor": 1e-20}, {"divide": 1, "scale": 1.0, "floor": 1e9}):
-            ids, weights = choose(shim, logits, k, softmax=softmax, **rule)
+            ids, weights = choose(shim, logits, k, score=score, **rule)
             wanted_ids, wanted_weights = reference(want, k, **rule)
             assert np.array_equal(ids, wanted_ids)
             np.testing.assert_allclose(weights, wanted_weights, rtol=3e-6)
@@ -196,9 +200,9 @@ def test_a_broken_row_still_goes_to_k_experts(shims: list[Shim]) -> None:
     for shim in shims:
         ids, weights = choose(shim, logits, 4)  # softmax: all NaN
         assert ids[0].tolist() == [0, 1, 2, 3] and np.isnan(weights[0]).all()
-        ids, weights = choose(shim, logits, 40, softmax=0)
+        ids, weights = choose(shim, logits, 40, score=SIGMOID)
         assert ids[0].tolist() == list(range(40)) and np.isnan(weights[0]).sum() == 1
-        assert 7 not in choose(shim, logits, 39, softmax=0)[0][0]
+        assert 7 not in choose(shim, logits, 39, score=SIGMOID)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,34 @@ def test_choice_within_groups(
     np.put_along_axis(rank.reshape(4, groups, -1), worse[..., None], -np.inf, 1)
     ids, _ = reference(rank, k)
     for shim in shims:
-        options = {"softmax": softmax, "groups": groups, "groups_used": used, "group_sum2": sum2}
+        options = {"score": SOFTMAX if softmax else SIGMOID, "groups": groups, "groups_used": used, "group_sum2": sum2}
         found, weights = choose(shim, logits, k, bias=shim.input(bias) if biased else 0, **options)
         assert np.array_equal(found, ids)
         np.testing.assert_allclose(weights, np.take_along_axis(score, ids, 1), rtol=3e-6)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 1), (256, 6), (1100, 1030)])
+def test_experts_of_tokens(shims: list[Shim], experts: int, k: int) -> None:
+    """Rows take what the table says of their token, of the one sampled before, and of token 0 where there is none."""
+    rng = np.random.default_rng(experts)
+    logits = rng.standard_normal((4, experts)).astype(np.float32)
+    table = np.array([rng.permutation(experts)[:k] for _ in range(5)], np.int32)
+    table[1, 0] = -7  # damaged: the last expert
+    ids = np.sort(np.where(table < 0, experts - 1, table)[[4, 2, 0, 1]], -1)
+    score = np.sqrt(np.log1p(np.exp(logits.astype(np.float64))))
+    weights = np.take_along_axis(score, ids, 1)
+    tokens = [{"token": 4}, {"token": -1, "previous": 1}, {"token": -1, "previous": 0}, {"token": 1}]
+    for shim in shims:
+        found = choose(
+            shim,
+            logits,
+            k,
+            score=SQRT_SOFTPLUS,
+            divide=1,
+            scale=1.5,
+            table={"data": shim.input(table.view(np.uint8), align=1), "row_stride": 4 * k, "segment_count": 1},
+            tokens=shim.input([shim.args("Row", **row) for row in [*tokens, tokens[0]]]),
+            sampled=shim.input(np.array([-1, 2], np.int32)),
+        )
+        assert np.array_equal(found[0], ids)
+        np.testing.assert_allclose(found[1], 1.5 * weights / weights.sum(1, keepdims=True), rtol=3e-6)

@@ -25,7 +25,16 @@ def counts(shim: Shim, rows: int, outputs: int = 0) -> Buffer:
 
 
 def embed(
-    shim: Shim, dtype: Q, table: Array, k: int, rows: list[tuple[int, int]], *, cuts: int = 1, scale: float = 1, gap=0
+    shim: Shim,
+    dtype: Q,
+    table: Array,
+    k: int,
+    rows: list[tuple[int, int]],
+    *,
+    cuts: int = 1,
+    scale: float = 1,
+    gap: int = 0,
+    copies: int = 1,
 ) -> Array:
     """Of rows (token, previous) after a step that sampled tokens 3, -1, 1; one block more than there are rows."""
     n, row_bytes = table.shape
@@ -50,7 +59,7 @@ def embed(
         type=int(dtype),
     )
     items = [shim.args("Row", token=token, previous=previous) for token, previous in rows]
-    out = shim.output((len(rows) + 1, k), np.float32)
+    out = shim.output((len(rows) + 1, copies * k), np.float32)
     args = shim.args(
         "EmbedArgs",
         table=matrix,
@@ -59,6 +68,7 @@ def embed(
         sampled=shim.input(np.array([3, -1, 1], np.int32)),
         out=out,
         scale=scale,
+        copies=copies,
     )
     shim.launch("embed", len(rows) + 1, EMBED, args)
     shim.clear()
@@ -90,6 +100,14 @@ def test_embed_without_a_token_is_nan(shims: list[Shim]) -> None:
     for shim in shims:
         out = embed(shim, Q.F32, table, 300, [(-1, 1), (-1, 0)])
         assert np.isnan(out[0]).all() and np.array_equal(out[1], truth(Q.F32, table)[3])
+
+
+@pytest.mark.parametrize("k", [64, 513])
+def test_embed_of_several_copies(shims: list[Shim], k: int) -> None:
+    table = random_weights(Q.F16, 5, k)
+    for shim in shims:
+        out = embed(shim, Q.F16, table, k, [(4, 0), (2, 0), (-1, 1)], copies=4)
+        assert np.array_equal(out[:2], np.tile(truth(Q.F16, table)[[4, 2]], 4)) and np.isnan(out[2]).all()
 
 
 @pytest.mark.parametrize("d", [1, 100, 288, 2051, 7168, 8196])

@@ -39,7 +39,12 @@ APU_DEVICE float tanh_f32(float x) {
   return x < 0 ? -y : y;
 }
 
-APU_DEVICE float gated_activation(u32 kind, float gate, float up) {
+// limit 0: none; else of the gate from above, of up on both sides. What is no number stays so.
+APU_DEVICE float gated_activation(u32 kind, float limit, float gate, float up) {
+  if (limit != 0) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+  }
   if (kind == kActSilu) return gate / (1.0f + exp_f32(-gate)) * up;
   if (kind == kActGeluTanh) {
     const float u = 1.5957691216057308f * gate * (1.0f + 0.044715f * gate * gate); // 2 sqrt(2 / pi)

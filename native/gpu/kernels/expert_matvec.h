@@ -31,7 +31,7 @@ template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a
       float y = matvec_total<1>(sums, a.slices, set_rows, 0, a.pair ? 2 * j : j);
       if (a.activation) {
         const float up = a.pair ? matvec_total<1>(sums, a.slices, set_rows, 0, 2 * j + 1) : a.up[at];
-        y = gated_activation(a.activation, y, up);
+        y = gated_activation(a.activation, a.limit, y, up);
       }
       a.out[at] = y;
       continue;

@@ -23,6 +23,7 @@ struct ExpertMatvecArgs {
   u32 second;
   u32 pair;       // w[0] and w[1] are gate and up
   u32 activation; // ActivationKind; none: out is the product
+  float limit;    // of gate and up, 0 for none
   u32 units;      // that the grid covers
   u32 slices;     // of a row
   u32 splits;     // waves that share a row, a divisor of kMatvecWaves

@@ -27,7 +27,7 @@ namespace apu::gpu {
 // The end of a product: bias and a pair's activation are done, n counts the columns of side 0.
 APU_DEVICE void gemm_finish(const GemmArgs &g, u32 row, u32 n, float v) {
   const u64 at = u64(row) * g.sides[0].w.rows + n;
-  if (g.gate) v = gated_activation(g.activation, g.gate[at], v);
+  if (g.gate) v = gated_activation(g.activation, g.limit, g.gate[at], v);
   if (g.soft_cap != 0) v = soft_cap(v, g.soft_cap);
   if (g.residual) v += g.residual[at];
   g.sides[0].out[at] = v;
@@ -44,7 +44,7 @@ APU_DEVICE void gemm_store(const GemmArgs &g, u32 m, u32 row, u32 n, float v) {
 APU_DEVICE void gemm_store_gated(const GemmArgs &g, u32 row, u32 n, float gate, float up) {
   gate = gemm_bias(g.sides[0], n, gate);
   up = gemm_bias(g.sides[1], n, up);
-  gemm_finish(g, row, n, gated_activation(g.activation, gate, up));
+  gemm_finish(g, row, n, gated_activation(g.activation, g.limit, gate, up));
 }
 
 // Waves side by side: those whose parts of the tile are closest to squares, which read the least of A and B.

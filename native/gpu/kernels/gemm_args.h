@@ -45,6 +45,7 @@ struct GemmArgs {
   u32 split_steps; // of the block tile's depth, in each split
   u32 row_divisor; // of experts: a pair's row of x is pair / row_divisor
   float soft_cap;
+  float limit; // of gate and up, 0 for none
 };
 
 struct GemmRowsArgs { // rows of halves from an op's input

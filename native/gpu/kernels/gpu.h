@@ -113,6 +113,24 @@ APU_DEVICE float wave_max(float v) {
   return v;
 }
 
+// Sums over the wave of V values, V a power of two. A lane gets that of value lane / (kWaveSize / V); the tree of
+// additions is wave_sum's for any V.
+template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
+#pragma unroll
+  for (u32 i = 2; i <= kWaveSize; i *= 2) {
+    const u32 mask = kWaveSize / i, pairs = V / i;
+    const bool upper = (lane_id() & mask) != 0;
+    if (!pairs) v[0] += wave_shuffle_xor(v[0], mask);
+#pragma unroll
+    for (u32 p = 0; p < pairs; ++p) {
+      const float first = v[p], second = v[p + pairs]; // values: a choice between places would be kept in memory
+      const float keep = upper ? second : first, give = upper ? first : second;
+      v[p] = keep + wave_shuffle_xor(give, mask);
+    }
+  }
+  return v[0];
+}
+
 // Sum over the block, in every thread; `parts` (threads / kWaveSize) in LDS, free again after the next block_sync().
 template <typename T> APU_DEVICE T block_sum(T v, T *parts, u32 waves) {
   v = wave_sum(v);

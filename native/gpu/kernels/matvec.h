@@ -121,24 +121,6 @@ APU_DEVICE void load_4(const float *p, u32 index, float *out) {
   out[0] = bits_to_float(v.x), out[1] = bits_to_float(v.y), out[2] = bits_to_float(v.z), out[3] = bits_to_float(v.w);
 }
 
-// Sums over the wave of V values, V a power of two. A lane gets that of value lane / (kWaveSize / V); the tree of
-// additions is wave_sum's for any V.
-template <u32 V> APU_DEVICE float wave_sums(float (&v)[V]) {
-#pragma unroll
-  for (u32 i = 2; i <= kWaveSize; i *= 2) {
-    const u32 mask = kWaveSize / i, pairs = V / i;
-    const bool upper = (lane_id() & mask) != 0;
-    if (!pairs) v[0] += wave_shuffle_xor(v[0], mask);
-#pragma unroll
-    for (u32 p = 0; p < pairs; ++p) {
-      const float first = v[p], second = v[p + pairs]; // values: a choice between places would be kept in memory
-      const float keep = upper ? second : first, give = upper ? first : second;
-      v[p] = keep + wave_shuffle_xor(give, mask);
-    }
-  }
-  return v[0];
-}
-
 APU_DEVICE u32 split_shift_of(u32 splits) { // log2 of 1, 2, 4 or 8; a division would take longer than a small matrix
   return splits / 2 - splits / 8;
 }
@@ -497,7 +479,7 @@ template <class Product, u32 R> APU_DEVICE void matvec(const MatvecArgs &a) {
             } else {
               up = a.up[at];
             }
-            y = gated_activation(a.activation, y, up);
+            y = gated_activation(a.activation, a.limit, y, up);
           }
           if (a.soft_cap != 0) y = soft_cap(y, a.soft_cap);
           if (a.residual) y = a.residual[at] + y;

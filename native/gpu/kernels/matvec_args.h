@@ -54,6 +54,7 @@ struct MatvecArgs {
   Activations in;        // (T * terms) rows
   const u32 *count;      // rows of out, in the step's counts
   u32 activation;        // ActivationKind
+  float limit;           // of gate and up, 0 for none
   float soft_cap;        // of side 0, 0 for none
   const float *up;       // (T, N) computed before, where there is an activation and no pair
   const float *residual; // (T, N) of side 0 or null

@@ -130,6 +130,37 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
+// Of a product, where an expert's score does not depend on the others'.
+APU_DEVICE float score_alone(u32 kind, float x) {
+  if (kind == APU_SCORE_SIGMOID) return 1.0f / (1.0f + exp_f32(-x));
+  const float e = exp_f32(-fabs_f32(x)), u = 1.0f + e;
+  const float tail = u == 1.0f ? e : log_f32(u) * (e / (u - 1.0f)); // log(1 + e), whatever 1 + e has lost
+  return sqrt_f32((x < 0.0f ? 0.0f : x) + tail);
+}
+
+// The row's experts where its token says which: ids ascending, take(place, expert) for each.
+template <class Take> APU_DEVICE void take_of_token(const RouteArgs &a, u32 row, const Take &take) {
+  const Row &r = a.tokens[row];
+  const i32 token = r.token >= 0 ? r.token : a.sampled[r.previous]; // without one EMBED has made the row NaN
+  const u8 *const from = matrix_row(a.table, token < 0 ? 0 : u32(token));
+  const auto expert = [&](u32 i) {
+    u32 id[1];
+    load_unaligned<1>(from + 4 * u64(i), id);
+    return id[0] < a.router.rows ? id[0] : a.router.rows - 1;
+  };
+  for (u32 i = thread_id(); i < a.k; i += kRouteThreads) {
+    const u32 mine = expert(i);
+    u32 place = 0;
+    for (u32 j = 0; j < a.k; ++j) {
+      const u32 other = expert(j);
+      place += other < mine || (other == mine && j < i);
+    }
+    a.ids[u64(row) * a.k + place] = i32(mine);
+    take(place, mine);
+  }
+  block_sync();
+}
+
 APU_DEVICE float order_of(float score) { // NaN is the worst
   return score == score ? score : kMinusInfinity;
 }
@@ -186,7 +217,8 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
     v[i] = e < experts ? scores[e] : kMinusInfinity;
   }
   if (row >= count_rows(a.count)) return;
-  if (a.softmax) {
+  const bool softmax = a.score == APU_SCORE_SOFTMAX;
+  if (softmax) {
 #pragma unroll
     for (u32 i = 0; i < kRouteWaveItems; ++i) most = max_f32(most, v[i]);
     most = wave_max(most);
@@ -202,7 +234,7 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
   for (u32 i = 0; i < kRouteWaveItems; ++i) {
     const u32 e = i * kWaveSize + lane_id();
     if (i % kRouteWaves != wave_id()) continue; // each wave writes its part
-    const float score = a.softmax ? v[i] / total : 1.0f / (1.0f + exp_f32(-v[i]));
+    const float score = softmax ? v[i] / total : score_alone(a.score, v[i]);
     const float rank = a.bias && e < experts ? score + a.bias[e] : score;
     values[e] = score;
     reinterpret_cast<u32 *>(orders)[e] = e < experts ? order_bits(rank) : 0;
@@ -216,11 +248,12 @@ APU_DEVICE void choose_of_few(const RouteArgs &a, u32 row) {
       if (chosen[e / size] == 0.0f) order[e] = 1;
     block_sync();
   }
+  if (a.table.data) take_of_token(a, row, [&](u32 place, u32 e) { chosen[place] = values[e]; });
   // p threads count, for each expert of a turn, those before it among every p-th four.
   const u32 p = experts <= kRouteThreads / 4 ? 4 : experts <= kRouteThreads / 2 ? 2 : 1;
   const u32 fours = (experts + 3) / 4, part = thread_id() % p;
   u32 found = 0;
-  for (u32 e0 = 0; e0 < experts; e0 += kRouteThreads / p) {
+  for (u32 e0 = a.table.data ? experts : 0; e0 < experts; e0 += kRouteThreads / p) {
     const u32 e = e0 + thread_id() / p;
     const u32 mine = e < experts ? reinterpret_cast<const u32 *>(orders)[e] : 1;
     u32 rank = 0;
@@ -332,8 +365,9 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
   i32 *ids = a.ids + u64(row) * a.k;
   float *weights = a.weights + u64(row) * a.k;
 
+  const bool softmax = a.score == APU_SCORE_SOFTMAX;
   float most = kMinusInfinity, total = 1;
-  if (a.softmax) {
+  if (softmax) {
     for (u32 e = thread_id(); e < experts; e += kRouteThreads) most = max_f32(most, scores[e]);
     most = block_max(most, s.parts[0], kRouteWaves);
     total = 0;
@@ -342,7 +376,7 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
   }
   const auto score_of = [&](u32 e) {
     if (e >= experts) return kMinusInfinity;
-    return a.softmax ? exp_f32(scores[e] - most) / total : 1.0f / (1.0f + exp_f32(-scores[e]));
+    return softmax ? exp_f32(scores[e] - most) / total : score_alone(a.score, scores[e]);
   };
   const auto rank_in_group = [&](u32 e) { return order_of(a.bias ? score_of(e) + a.bias[e] : score_of(e)); };
   if (a.groups) mark_groups(a, s.groups, rank_in_group);
@@ -351,8 +385,13 @@ APU_DEVICE void choose_of_many(const RouteArgs &a, u32 row) {
     return e < experts && (!a.groups || s.groups[e / size] != 0.0f) ? rank_in_group(e) : kMinusInfinity;
   };
 
+  const auto take = [&](u32 place, u32 e) {
+    weights[place] = score_of(e);
+    if (place < kRouteTile) s.chosen[place] = weights[place];
+  };
+  if (a.table.data) take_of_token(a, row, take);
   u32 found = 0; // in tiles before this one
-  for (u32 e0 = 0; e0 < experts; e0 += kRouteTile) {
+  for (u32 e0 = a.table.data ? experts : 0; e0 < experts; e0 += kRouteTile) {
     float score[kRouteItems], mine[kRouteItems];
     u32 rank[kRouteItems];
 #pragma unroll

@@ -21,8 +21,9 @@ struct EmbedArgs {
   const StepCounts *counts;
   const Row *rows;
   const i32 *sampled;
-  float *out; // (T, D)
+  float *out; // (T, copies, D)
   float scale;
+  u32 copies;
 };
 
 struct NormArgs {

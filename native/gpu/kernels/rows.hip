@@ -1,7 +1,8 @@
 // EMBED, RMS_NORM and GATHER_NORM: one block for each row, 256 threads.
 //
-// embed moves one row of the table and 4 D bytes, the norms 8 D bytes (12 D with a residual). All of it is in the
-// caches but the table; what counts is the latency of a launch, so that a row's values are read twice instead of kept.
+// embed moves one row of the table and 4 D bytes a copy, the norms 8 D bytes (12 D with a residual). All of it is in
+// the caches but the table; what counts is the latency of a launch, so that a row's values are read twice instead of
+// kept.
 #include "dequantize.h"
 #include "matrix.h"
 #include "row_count.h"
@@ -14,9 +15,9 @@ APU_KERNEL(kEmbedThreads) void embed(EmbedArgs a) {
   const Row &row = a.rows[t];
   const i32 token = row.token >= 0 ? row.token : a.sampled[row.previous];
   const u32 d = a.table.k;
-  float *out = a.out + u64(t) * d;
+  float *out = a.out + u64(t) * a.copies * d;
   if (token < 0) { // the output it refers to failed: so do all that depend on this row
-    for (u32 i = thread_id(); i < d; i += kEmbedThreads) out[i] = bits_to_float(0x7fc00000u);
+    for (u32 i = thread_id(); i < a.copies * d; i += kEmbedThreads) out[i] = bits_to_float(0x7fc00000u);
     return;
   }
   const u8 *in = matrix_row(a.table, u64(token));
@@ -27,17 +28,20 @@ APU_KERNEL(kEmbedThreads) void embed(EmbedArgs a) {
 #pragma unroll
       for (u32 i = 0; i < 16; ++i) v[i] *= a.scale;
     }
-    if (d % 4 == 0) {
+    for (u32 copy = 0; copy < a.copies; ++copy) {
+      float *const to = out + u64(copy) * d + 16 * g;
+      if (d % 4 == 0) {
 #pragma unroll
-      for (u32 i = 0; i < 16; i += 4) {
-        const u32x4 four = {float_to_bits(v[i]), float_to_bits(v[i + 1]), float_to_bits(v[i + 2]),
-                            float_to_bits(v[i + 3])};
-        if (16 * g + i < d) store16(out + 16 * g + i, four);
+        for (u32 i = 0; i < 16; i += 4) {
+          const u32x4 four = {float_to_bits(v[i]), float_to_bits(v[i + 1]), float_to_bits(v[i + 2]),
+                              float_to_bits(v[i + 3])};
+          if (16 * g + i < d) store16(to + i, four);
+        }
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i)
+          if (16 * g + i < d) to[i] = v[i];
       }
-    } else {
-#pragma unroll
-      for (u32 i = 0; i < 16; ++i)
-        if (16 * g + i < d) out[16 * g + i] = v[i];
     }
   }
 }

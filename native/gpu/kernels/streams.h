@@ -1,0 +1,50 @@
+// Arguments of the kernels of hyper-connections (streams.hip), for host and device.
+//
+// The columns of all streams are cut into steps of four a lane and so into parts of kStreamSteps steps of a wave. Of
+// each part a wave makes one sum of a product (a lane adds its columns in order, then a fixed tree over the lanes);
+// parts are added in ascending order. That order depends on S*D alone: a row has the same bits in any batch.
+#pragma once
+
+#include "rows.h"
+
+namespace apu::gpu {
+
+constexpr u32 kStreamThreads = 256;     // of all kernels but streams_*_many
+constexpr u32 kStreamManyThreads = 128; // of streams_*_many
+constexpr u32 kStreamFewRows = 8;       // up to so many rows, the last block of a row's products finishes it
+constexpr u32 kStreamManyRows = 8;      // of a block of streams_*_many
+constexpr u32 kStreamManyOutputs = 6;   // rows of the matrix of a wave there; of other kernels one
+constexpr u32 kStreamColumns = 4;       // of a lane
+constexpr u32 kStreamSteps = 8;         // of a part
+constexpr u32 kStreamsMost = 16;        // S, as describe() allows
+
+struct StreamsInArgs {
+  RowCount count;
+  Matrix w;            // (N, S*D), N = S*(S+2), or S without mix
+  const float *in;     // (T, S, D)
+  const float *scale;  // (3), or (1) without mix
+  const float *offset; // (N)
+  float *out;          // (T, D)
+  float *mix;          // (T, S+S*S) or null
+  float *sums;         // (T, parts, N+1) of the products, then of the squares
+  u32 *counters;       // (T) of blocks that ended a row; streams_finish takes none
+  u32 streams;         // S
+  u32 d;               // D
+  u32 iterations;
+  u32 parts;          // of S*D columns
+  u32 finish_columns; // of a block of streams_finish, a multiple of four
+  u32 aligned;        // rows of `in` and `out` lie at multiples of 16 bytes, D is a multiple of four
+  float eps, floor;
+};
+
+struct StreamsOutArgs {
+  RowCount count;
+  const float *in;   // (T, S, D), may be out
+  const float *made; // (T, D)
+  const float *mix;  // (T, S+S*S)
+  float *out;        // (T, S, D)
+  u32 streams;       // S
+  u32 d;             // D
+};
+
+} // namespace apu::gpu
