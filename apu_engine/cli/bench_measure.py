@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apu_engine._native import NO_PAGE
+from apu_engine._native import NO_PAGE, lib
 from apu_engine.cli.bench import Case
 from apu_engine.engine.job import Job, SamplingParams
 from apu_engine.engine.pages import PagePool
@@ -27,6 +27,7 @@ from apu_engine.engine.scheduler import Scheduler
 from apu_engine.engine.sequence import Sequence as Running
 from apu_engine.plan import Plan, PlanSpec
 from apu_engine.plan.cost import Cost, Rows, cost, decode_bytes, family, is_matrix, matrix_types
+from apu_engine.plan.spec import State
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
@@ -88,21 +89,29 @@ def weight_ranges(spec: PlanSpec, parts: Sequence[int] = ()) -> list[tuple[int, 
 
 
 def fill_context(plan: Plan, sequence: Running, tokens: int, max_rows: int) -> None:
-    """Gives a new sequence `tokens` tokens of context whose rows are random, in every page that a step can still see.
-
-    A byte's second highest bit stays clear: in whatever layout a device keeps F32, F16 or scales of blocks, they are
-    finite and below 2.
-    """
+    """Gives a new sequence `tokens` tokens of context of random rows, in every page that a step can still see."""
     rng = np.random.default_rng(tokens)
+    fp4 = {op.states[1] for op in plan.spec.ops if op.kind == lib.APU_OP_COMPRESS and op.ints[3] == lib.APU_ROUND_FP4}
     for group, table in enumerate(sequence.tables):
         for start in range(0, tokens, max_rows):
             table.cover(start, min(start + max_rows, tokens))
-        size = sum(state.page_bytes for state in plan.spec.states if state.group == group)
+        states = [state for state in plan.spec.states if state.group == group]
         for page in table.entries:
             if page != NO_PAGE:
-                plan.import_page(group, int(page), (rng.integers(0, 256, size, np.uint8) & 0xBF).tobytes())
+                plan.import_page(group, int(page), b"".join(_random_page(rng, s, s.id in fp4) for s in states))
     sequence.position = tokens
     sequence.last_token = int(sequence.prompt[-1])
+
+
+def _random_page(rng: np.random.Generator, state: State, fp4: bool) -> bytes:
+    """In whatever order a device keeps it: numbers that FP4 has; else bytes whose second highest bit is clear, so that
+    F32, F16 and scales of blocks are finite and below 2.
+    """
+    if fp4 and state.dtype in (lib.APU_F32, lib.APU_F16):
+        dtype = np.dtype(np.float32 if state.dtype == lib.APU_F32 else np.float16)
+        levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype) / 8
+        return levels[rng.integers(0, 16, state.page_bytes // dtype.itemsize)].tobytes()
+    return (rng.integers(0, 256, state.page_bytes, np.uint8) & 0xBF).tobytes()
 
 
 def measure(runtime: Runtime, test: Case, limit: ReadLimit, profile: bool = False, fill: bool = False) -> Sample:

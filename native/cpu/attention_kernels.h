@@ -28,6 +28,28 @@ constexpr uint32_t kKeyTile = 64;        // positions of F32 and F16
 constexpr uint32_t kKeyTileQ8 = 16;
 constexpr uint32_t kValueTileQ8 = 32;
 
+constexpr uint32_t kIndexTile = 16; // heads of an indexer
+
+// Groups of 32 elements as small integers times a power of two: what FP4 rows are.
+struct IndexQuery {       // of one row, heads of d elements
+  const int8_t *numbers;  // (tiles, d/4, 16 heads, 4)
+  const float *scales;    // (tiles, d/32, 16)
+  const int32_t *offsets; // (tiles, d/32, 16)
+  const float *weights;   // (tiles, 16), 0 for heads that are not there, whose numbers may be anything and scales 0
+  uint32_t tiles;
+};
+struct IndexRows {
+  const uint8_t *numbers; // (rows, d), 16 too large
+  const float *scales;    // (rows, d/32)
+};
+struct IndexKernels {
+  // x (d) as one head of a tile, or as one row; false where x is no such thing.
+  bool (*query)(const float *x, uint32_t d, uint32_t head, int8_t *tile, float *scales, int32_t *offsets);
+  bool (*row)(const float *x, uint32_t d, uint8_t *numbers, float *scales);
+  // scores (count) = sum over the heads of weight * max(q . row, 0)
+  void (*scores)(const IndexQuery &q, const IndexRows &rows, uint32_t count, uint32_t d, float *scores);
+};
+
 struct AttentionKernels {
   struct Type {
     // Writes x (d) as position `row` of a head's part of a page.
@@ -47,6 +69,7 @@ struct AttentionKernels {
   Type f32, f16, q8_0;
   // s = exp(s - m), m the larger of `max` and the n scores, which is returned; *sum their sum.
   float (*softmax)(float *s, uint32_t n, float max, float *sum);
+  IndexKernels index;
 
   const Type *type(uint32_t dtype) const; // null: no cache has that dtype
 };

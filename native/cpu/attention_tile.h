@@ -468,16 +468,15 @@ template <class V> float softmax(float *s, uint32_t n, float max, float *sum) {
   return max;
 }
 
-template <class V> constexpr AttentionKernels attention_table() {
+template <class V> constexpr AttentionKernels attention_table(const IndexKernels &index) {
   return {
       {store_k_f32<V>, store_v_f32<V>, prepare_float<V>, tiled_scores<V, float>, tiled_values<V, float>},
       {store_k_f16<V>, store_v_f16<V>, prepare_float<V>, tiled_scores<V, uint16_t>, tiled_values<V, uint16_t>},
       {store_k_q8<V>, store_v_q8<V>, prepare_q8<V>, scores_q8<V>, values_q8<V>},
       softmax<V>,
+      index,
   };
 }
-
-#undef APU_INLINE_TILE
 
 } // namespace
 } // namespace apu::cpu

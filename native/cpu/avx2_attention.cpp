@@ -5,15 +5,15 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 
-#include "attention_tile.h"
 #include "avx2_math.h"
+#include "index_tile.h"
 
 namespace apu::cpu {
 namespace {
 
 struct Avx2 {
   using T = __m256;
-  static constexpr uint32_t W = 8, NQ = 6, NI = 3, registers = 16;
+  static constexpr uint32_t W = 8, NQ = 6, NI = 3, NX = 4, registers = 16;
   static T zero() { return _mm256_setzero_ps(); }
   static T set(float x) { return _mm256_set1_ps(x); }
   static T load(const float *p) { return _mm256_loadu_ps(p); }
@@ -65,12 +65,33 @@ struct Avx2 {
       products[i] = _mm256_cvtepi32_ps(
           _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[2 * i], acc[2 * i + 1]), _MM_SHUFFLE(3, 1, 2, 0)));
   }
+
+  // Exact sums over a group of 32, products[2 r + p] for heads 8 p on and row r. 16 bits hold 16 products of 31 by 15.
+  template <uint32_t N>
+  static void small_dots(const int8_t *heads, const int32_t *offsets, const uint8_t *rows, size_t stride, T *products) {
+    for (uint32_t p = 0; p < 2; ++p) {
+      __m256i acc[N];
+      for (uint32_t r = 0; r < N; ++r) acc[r] = _mm256_setzero_si256();
+      for (uint32_t g = 0; g < 8; ++g) {
+        const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(heads + 64 * g + 32 * p));
+        for (uint32_t r = 0; r < N; ++r) {
+          int32_t four;
+          memcpy(&four, rows + r * stride + 4 * g, 4);
+          acc[r] = _mm256_add_epi16(acc[r], _mm256_maddubs_epi16(_mm256_set1_epi32(four), q));
+        }
+      }
+      const __m256i offset = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(offsets + 8 * p));
+      for (uint32_t r = 0; r < N; ++r)
+        products[2 * r + p] =
+            _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_madd_epi16(acc[r], _mm256_set1_epi16(1)), offset));
+    }
+  }
 };
 
 } // namespace
 
 const AttentionKernels *avx2_attention() {
-  static constexpr AttentionKernels table = attention_table<Avx2>();
+  static constexpr AttentionKernels table = attention_table<Avx2>(index_table<Avx2>());
   return &table;
 }
 

@@ -10,7 +10,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-#include "attention_tile.h"
+#include "index_tile.h"
 
 #include <immintrin.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 struct Avx512 {
   using T = __m512;
-  static constexpr uint32_t W = 16, NQ = 6, NI = 6, registers = 32;
+  static constexpr uint32_t W = 16, NQ = 6, NI = 6, NX = 8, registers = 32;
   static T zero() { return _mm512_setzero_ps(); }
   static T set(float x) { return _mm512_set1_ps(x); }
   static T load(const float *p) { return _mm512_loadu_ps(p); }
@@ -94,12 +94,58 @@ struct Avx512 {
     }
     for (uint32_t r = 0; r < N; ++r) products[r] = _mm512_cvtepi32_ps(acc[r]);
   }
+
+  // Exact sums over a group of 32, lane l of products[r] for head l and row r.
+  template <uint32_t N>
+  static void small_dots(const int8_t *heads, const int32_t *offsets, const uint8_t *rows, size_t stride, T *products) {
+    __m512i acc[N];
+    for (uint32_t r = 0; r < N; ++r) acc[r] = _mm512_loadu_si512(offsets);
+    for (uint32_t g = 0; g < 8; ++g) {
+      const __m512i q = _mm512_loadu_si512(heads + 64 * g);
+      for (uint32_t r = 0; r < N; ++r) {
+        int32_t four;
+        memcpy(&four, rows + r * stride + 4 * g, 4);
+        acc[r] = _mm512_dpbusd_epi32(acc[r], _mm512_set1_epi32(four), q);
+      }
+    }
+    for (uint32_t r = 0; r < N; ++r) products[r] = _mm512_cvtepi32_ps(acc[r]);
+  }
+
+  // Four groups: x (128) as numbers + 16 and scales (4).
+  static bool small_row(const float *x, uint8_t *numbers, float *scales) {
+    T v[8], most[4];
+    for (uint32_t i = 0; i < 8; ++i) v[i] = load(x + 16 * i);
+    for (uint32_t g = 0; g < 4; ++g) most[g] = _mm512_range_ps(v[2 * g], v[2 * g + 1], 0x0b); // largest magnitudes
+    const T a = max(_mm512_unpacklo_ps(most[0], most[1]), _mm512_unpackhi_ps(most[0], most[1]));
+    const T b = max(_mm512_unpacklo_ps(most[2], most[3]), _mm512_unpackhi_ps(most[2], most[3]));
+    const T quarters = max(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    const __m256 halves = _mm256_max_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+    const __m128 largest = _mm_max_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+
+    const __m128i exponent = _mm_and_si128(_mm_castps_si128(largest), _mm_set1_epi32(0x7f800000));
+    const __mmask8 used = _mm_cmpneq_epi32_mask(_mm_castps_si128(largest), _mm_setzero_si128());
+    const __mmask8 small = _mm_mask_cmplt_epu32_mask(used, exponent, _mm_set1_epi32(27 << 23));
+    if (small | _mm_mask_cmpgt_epu32_mask(used, exponent, _mm_set1_epi32(227 << 23))) return false;
+    const __m128i least = _mm_set1_epi32(3 << 23), both = _mm_set1_epi32(static_cast<int32_t>(257u << 23));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(scales), _mm_maskz_sub_epi32(used, exponent, least));
+    alignas(16) float inverse[4];
+    _mm_store_si128(reinterpret_cast<__m128i *>(inverse), _mm_sub_epi32(both, exponent));
+
+    T fractions = zero();
+    for (uint32_t i = 0; i < 8; ++i) {
+      const T y = mul(v[i], set(inverse[i / 2]));
+      fractions = _mm512_or_ps(fractions, _mm512_reduce_ps(y, 0x08)); // y less the nearest integer
+      const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(y));
+      _mm_storeu_si128(reinterpret_cast<__m128i *>(numbers + 16 * i), _mm_add_epi8(bytes, _mm_set1_epi8(16)));
+    }
+    return _mm512_test_epi32_mask(_mm512_castps_si512(fractions), _mm512_set1_epi32(0x7fffffff)) == 0;
+  }
 };
 
 } // namespace
 
 const AttentionKernels *avx512_attention() {
-  static constexpr AttentionKernels table = attention_table<Avx512>();
+  static constexpr AttentionKernels table = attention_table<Avx512>(index_table<Avx512>());
   return &table;
 }
 

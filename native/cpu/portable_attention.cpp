@@ -1,7 +1,7 @@
 // Attention kernels with the compiler's own 128-bit vectors, and the choice of a level's table.
 // Tiles of 2 vectors by 4 registers of positions or columns; multiply and add stay apart, as not every processor of
 // this level has fma in hardware. A call moves the rows of K or V that it is given once per two vectors.
-#include "attention_tile.h"
+#include "index_tile.h"
 
 #include "apu.h"
 #include "portable.h"
@@ -14,7 +14,7 @@ namespace {
 
 struct Portable {
   typedef float T __attribute__((vector_size(16)));
-  static constexpr uint32_t W = 4, NQ = 2, NI = 2, registers = 16;
+  static constexpr uint32_t W = 4, NQ = 2, NI = 2, NX = 2, registers = 16;
   static T zero() { return T{}; }
   static T set(float x) { return T{x, x, x, x}; }
   static T load(const float *p) {
@@ -58,12 +58,23 @@ struct Portable {
       for (uint32_t l = 0; l < 16; ++l) products[r * 4 + l / 4][l % 4] = static_cast<float>(acc[l]);
     }
   }
+
+  // Exact sums over a group of 32, products[4 r + p] for heads 4 p on and row r.
+  template <uint32_t N>
+  static void small_dots(const int8_t *heads, const int32_t *offsets, const uint8_t *rows, size_t stride, T *products) {
+    for (uint32_t r = 0; r < N; ++r)
+      for (uint32_t l = 0; l < 16; ++l) {
+        int32_t sum = offsets[l];
+        for (uint32_t i = 0; i < kBlock; ++i) sum += heads[i / 4 * 64 + 4 * l + i % 4] * rows[r * stride + i];
+        products[r * 4 + l / 4][l % 4] = static_cast<float>(sum);
+      }
+  }
 };
 
 } // namespace
 
 const AttentionKernels *portable_attention() {
-  static constexpr AttentionKernels table = attention_table<Portable>();
+  static constexpr AttentionKernels table = attention_table<Portable>(index_table<Portable>());
   return &table;
 }
 

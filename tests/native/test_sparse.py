@@ -205,7 +205,16 @@ def test_compressed_rows(device: Device, tokens: int, series: int, d: int, kind:
 
 
 def indexer(
-    *, heads: int, d: int, k: int, pages: int, rope: int = 2, rounding: int = 0, whole: bool = False, rows: int = 32
+    *,
+    heads: int,
+    d: int,
+    k: int,
+    pages: int,
+    rope: int = 2,
+    rounding: int = 0,
+    whole: bool = False,
+    rows: int = 32,
+    dtype: Any = np.float32,
 ) -> tuple[Rig, int, int]:
     """(rig, ids, q); rows of 4 tokens. `whole`: small integers, and zeros where q is rotated, so many equal scores."""
     draw = np.random.default_rng(11)
@@ -219,7 +228,7 @@ def indexer(
         queries[..., -rope:] = 0
     q = rig.input(queries.reshape(TOKENS, -1), "q")
     weights = rig.input(numbers(TOKENS, heads), "weights")
-    state = rows_state(rig, "rows", d, pages, 32)
+    state = rows_state(rig, "rows", d, pages, 32, dtype=dtype)
     rig.memory(state)[...] = numbers(pages, 1, 32, d)
     ids = rig.scratch("ids", k, dtype=lib.APU_I32)
     floats = (*PLAIN_ROPE, 0.5)
@@ -263,6 +272,39 @@ def test_rows_that_are_few_are_all_chosen(device: Device) -> None:
         turned = rotated(q[t].astype(np.float64), 20 + t, 2)
         scores = weights[t] @ np.maximum(turned @ held[:n].T, 0)
         assert np.array_equal(found[t], np.sort(np.argsort(-scores, kind="stable")[:9]))
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
+@pytest.mark.parametrize(("heads", "d", "kind"), [(20, 128, np.float16), (3, 64, np.float32), (16, 256, np.float16)])
+def test_rows_of_fp4_are_chosen_as_their_numbers_say(isa: str, heads: int, d: int, kind: Any) -> None:
+    """Scales differ by group; some pages hold rows that are no FP4, one has an unused group of zeros, one a NaN."""
+    k, pages, rounding = 37, 12, lib.APU_ROUND_FP4
+    rig, ids, q = indexer(heads=heads, d=d, k=k, pages=pages, rope=8, rounding=rounding, rows=40, dtype=kind)
+    draw = np.random.default_rng(3)
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * draw.choice([-1, 1], (pages, 32, d // 32, 32, 1))
+    numbers = np.take_along_axis(levels, draw.integers(0, 8, (pages, 32, d // 32, 32, 1)), -1)[..., 0]
+    numbers *= 2.0 ** draw.integers(-7, 1, (pages, 32, d // 32, 1))
+    held = rig.memory(0)[:, 0]
+    held[...] = numbers.reshape(pages, 32, d)
+    held[3, 5] = random(d, seed=8)
+    held[7, 31, -1] = 2.0**-13  # beside numbers of another size
+    held[2, 4, :32] = 0
+    held[1, 9, 3] = np.nan
+    first = pages * 128 - 40
+    table = draw.permutation(pages)
+    with Device("cpu", threads=3, isa=isa) as device, rig.build(device) as plan:
+        plan.run(Step(1).sequence(range(40), first, [table.tolist()]))
+        found, queries = plan.read(ids, 40), plan.read(q, 40).reshape(40, heads, d).astype(np.float64)
+        for t in (0, 17, 39):
+            plan.run(Step(1).sequence([t], first + t, [table.tolist()]))
+            assert np.array_equal(plan.read(ids, 1)[0], found[t])
+    rows = held[table].reshape(-1, d).astype(np.float64)
+    for t in range(40):
+        n = (first + t + 1) // 4
+        scores = np.nan_to_num(0.5 * rig.keep[1][t] @ np.maximum(queries[t] @ rows[:n].T, 0), nan=-np.inf)
+        assert np.array_equal(found[t], np.unique(found[t])) and found[t][0] >= 0 and found[t][-1] < n
+        left = np.delete(scores, found[t])
+        assert scores[found[t]].min() >= left.max() - 1e-4 * np.abs(scores[np.isfinite(scores)]).max()
 
 
 # ---------------------------------------------------------------- attention
