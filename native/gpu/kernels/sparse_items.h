@@ -1,0 +1,125 @@
+// What the attention over a window and compressed rows does around its products: what a row attends to and where that
+// lies, parts and results.
+//
+// The rows that a query attends to are counted through: its window, then the compressed ones. With few rows in the step
+// this count is cut into spans, whose length follows from the count alone, and each gives a part (maximum, sum,
+// accumulator of each head); sparse_attention_sum adds them up in order. So a row's bits do not depend on its company.
+#pragma once
+
+#include "kv.h"
+#include "rotate.h"
+#include "sparse_attention.h"
+
+namespace apu::gpu {
+
+constexpr float kNothing = -__builtin_inff();
+
+struct SparseItem {
+  u32 t; // row of the step
+  u32 position;
+  u32 low, near;             // first position of the window, rows of it
+  u32 seen;                  // compressed rows that may be chosen
+  u32 rows;                  // to attend to
+  u32 spans;                 // of them
+  u32 begin, end, span;      // the block's share, which of the spans it is
+  u32 head, heads;           // first head of the block, how many
+  const u32 *window, *pages; // page tables
+};
+
+// What row `t` attends to; false where there is no such row.
+APU_DEVICE bool find_sparse_row(const SparseAttentionArgs &a, u32 t, SparseItem &item) {
+  if (t >= a.step.counts->rows) return false;
+  const Row row = a.step.rows[t];
+  const u32 window = a.window.window;
+  item.t = t;
+  item.position = row.position;
+  item.low = window && row.position >= window ? row.position - window + 1 : 0;
+  item.near = row.position + 1 - item.low;
+  item.seen = a.rows.page_rows ? (row.position + 1) / (kPageRows / a.rows.page_rows) : 0;
+  item.rows = item.near + (a.ids && a.chosen < item.seen ? a.chosen : item.seen);
+  item.window = page_table(a.step, row.sequence, a.window.group);
+  item.pages = a.rows.page_rows ? page_table(a.step, row.sequence, a.rows.group) : item.window;
+  return true;
+}
+
+APU_DEVICE u32 sparse_span(u32 rows) {
+  return (rows + kSparseSpans * kSparseSpan - 1) / (kSparseSpans * kSparseSpan) * kSparseSpan;
+}
+
+// The block's item; false where there is none.
+APU_DEVICE bool find_sparse_item(const SparseAttentionArgs &a, SparseItem &item) {
+  const u32 t = a.spans ? block_id() / a.spans : block_id();
+  if (!find_sparse_row(a, t, item)) return false;
+  item.head = block_id_y() * a.chunk_heads;
+  item.heads = a.heads - item.head < a.chunk_heads ? a.heads - item.head : a.chunk_heads;
+  item.begin = 0, item.end = item.rows, item.span = 0, item.spans = 1;
+  if (!a.spans) return true;
+  const u32 span = sparse_span(item.rows);
+  item.spans = (item.rows + span - 1) / span;
+  item.span = block_id() - t * a.spans;
+  item.begin = item.span * span;
+  if (item.begin + span < item.end) item.end = item.begin + span;
+  return item.span < item.spans;
+}
+
+// Where the i-th row lies, of so many bytes an element. One that may not be seen (what a slice finds that runs before
+// its INDEX) is answered with the newest of the window.
+APU_DEVICE u64 sparse_address(const SparseAttentionArgs &a, const SparseItem &item, u32 i, u32 near_bytes,
+                              u32 far_bytes, bool *seen) {
+  bool near = i < item.near;
+  u32 r = near ? item.low + i : i - item.near;
+  if (!near && a.ids) r = u32(a.ids[u64(item.t) * a.chosen + r]);
+  *seen = near || r < item.seen;
+  if (!*seen) near = true, r = item.position;
+  const u32 d = a.window.head_size;
+  if (near) return u64(page_part(a.window, item.window[r / kPageRows], 0)) + u64(r % kPageRows * d) * near_bytes;
+  const u32 each = a.rows.page_rows;
+  return u64(page_part(a.rows, item.pages[r / each], 0)) + u64(r % each * d) * far_bytes;
+}
+
+// What maxima and sums come to: the factor of the accumulator.
+APU_DEVICE float sparse_factor(const SparseAttentionArgs &a, u32 head, float max, float sum) {
+  if (!a.sinks) return 1.0f / sum;
+  const float sink = a.sinks[head], most = max_f32(max, sink); // a score without a value
+  const float shrink = exp_f32(max - most);
+  return shrink / fma_f32(sum, shrink, exp_f32(sink - most));
+}
+
+// `heads` heads of the row from `head` on, whose accumulators are `stride` apart in LDS, times their factors; the last
+// elements rotated back. By a block.
+template <u32 Threads>
+APU_DEVICE void write_heads(const SparseAttentionArgs &a, const SparseItem &item, u32 head, u32 heads, const float *acc,
+                            u32 stride, const float *factors, const float *cos, const float *sin) {
+  const u32 d = a.window.head_size, plain = d - 2 * a.pairs;
+  float *out = a.out + (u64(item.t) * a.heads + head) * d;
+  for (u32 i = thread_id(); i < heads * d; i += Threads) {
+    const u32 v = i / d, m = i - v * d;
+    if (m < plain) out[i] = acc[v * stride + m] * factors[v];
+  }
+  for (u32 i = thread_id(); i < heads * a.pairs; i += Threads) {
+    const u32 v = i / a.pairs, p = i - v * a.pairs;
+    const u32 first = plain + (a.halves ? p : 2 * p), second = plain + (a.halves ? p + a.pairs : 2 * p + 1);
+    float x = acc[v * stride + first] * factors[v], y = acc[v * stride + second] * factors[v];
+    rotate_pair(x, y, cos[p], -sin[p]);
+    out[v * d + first] = x;
+    out[v * d + second] = y;
+  }
+}
+
+template <u32 Threads>
+APU_DEVICE void write_parts(const SparseAttentionArgs &a, const SparseItem &item, u32 head, u32 heads, const float *acc,
+                            u32 stride, const float *max, const float *sum) {
+  const u32 d = a.window.head_size;
+  const u64 first = (u64(item.t) * a.heads + head) * a.spans + item.span;
+  for (u32 i = thread_id(); i < heads * d; i += Threads) {
+    const u32 v = i / d, m = i - v * d;
+    a.parts[(first + u64(v) * a.spans) * d + m] = acc[v * stride + m];
+  }
+  for (u32 v = thread_id(); v < heads; v += Threads) {
+    float *end = a.part_ends + (first + u64(v) * a.spans) * 2;
+    end[0] = max[v];
+    end[1] = sum[v];
+  }
+}
+
+} // namespace apu::gpu
