@@ -46,8 +46,8 @@ def open_device(
 ) -> tuple[Device, Choice]:
     """The open device for "auto", "cpu", "hip[:N]" or "cuda[:N]". `kernels` is a GPU's, the other options the cpu's.
 
-    Raises ConfigError when the request names a device that this build or machine cannot offer, GpuError when "auto"
-    finds an AMD GPU that cannot be used.
+    Raises ConfigError when the request is no device's name, GpuError when it names one that this build or machine
+    cannot offer, or "auto" finds an AMD GPU that cannot be used.
     """
     device, choice = _find(request, kernels)
     if device is None:
@@ -86,7 +86,7 @@ def _find(request: str, kernels: str | None) -> tuple[Device | None, Choice]:
     device, problem, runtime = _open(kind, index, kernels, gpu, machine)
     if device is None:
         hint = _what_helps(machine, gpu, runtime) if gpu is not None else ""
-        raise ConfigError(f"--device {request}: {problem}{hint and '; ' + hint}", "device")
+        raise GpuError(f"--device {request}: {problem}{hint and '; ' + hint}")
     return device, Choice(kind, index, f"as asked{_with(runtime)}")
 
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike, fspath
 
+UNFIT = 78  # EX_CONFIG of sysexits.h: a supervisor does not try again
+
 
 class ApuError(Exception):
-    """Base of all errors that apu_engine raises on purpose."""
+    """Base of all errors that apu_engine raises on purpose. `status` is the exit status of a command that it ends."""
+
+    status = 1
 
 
 class FormatError(ApuError):
@@ -59,15 +63,21 @@ class MappingError(ApuError):
 
 
 class BudgetError(ApuError):
-    """Memory does not suffice: the message gives needed and available bytes and the remedies. Exit status 78."""
+    """Memory does not suffice: the message gives needed and available bytes and the remedies."""
+
+    status = UNFIT
 
 
 class GpuError(ApuError):
-    """An AMD GPU is there, but cannot be used: the message says why, and what to do. Exit status 78."""
+    """A GPU that is there, or that was asked for, cannot be used: the message says why, and what to do."""
+
+    status = UNFIT
 
 
 class ConfigError(ApuError):
     """An option, environment variable or argument has a bad value. `option` is its name."""
+
+    status = 2
 
     def __init__(self, message: str, option: str = "") -> None:
         super().__init__(message, option)

@@ -24,14 +24,15 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from apu_engine import catalog
+from apu_engine import catalog, pidfiles
 from apu_engine.config import EngineConfig, specs
-from apu_engine.errors import ApuError, GpuError
+from apu_engine.errors import ApuError, ConfigError, GpuError
 from apu_engine.options import Spec
+from apu_engine.pidfiles import Running
 from apu_engine.server.hints import curl_line
 
 if TYPE_CHECKING:
@@ -53,29 +54,6 @@ Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is
 STOP_DEADLINE_S = 30.0
 
 
-@dataclass(slots=True)
-class Running:
-    """What the PID file keeps about a started server."""
-
-    pid: int
-    created: float  # process creation time as psutil gives it
-    host: str
-    port: int
-    model: str
-    log: str
-    argv: list[str]
-
-    def alive(self) -> bool:
-        import psutil
-
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(float(process.create_time()) - self.created) < 1
-            return same and bool(process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.Error:
-            return False
-
-
 class Ended(ApuError):
     """The server ended while it was starting. `status` is its exit status, which is ours then."""
 
@@ -91,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(args)
     except (ApuError, OSError) as error:
         print(f"rocm_start_server: {error}", file=sys.stderr)
-        return error.status if isinstance(error, Ended) else 78 if isinstance(error, GpuError) else 1
+        return error.status if isinstance(error, ApuError) else 1
     except KeyboardInterrupt:
         return 130
 
@@ -108,9 +86,9 @@ def _dispatch(args: list[str]) -> int:
     port = request.port
     if verb in ("stop", "status"):
         if foreground or request.named - {"port"}:
-            raise ApuError(f"{verb} takes --port N and nothing else, found {' '.join(args)}")
+            raise ConfigError(f"{verb} takes --port N and nothing else, found {' '.join(args)}")
         return _stop(port) if verb == "stop" else _status(port)
-    running = _read(port)
+    running = pidfiles.read(port)
     if running is None:
         raise ApuError(
             f"no server was started on port {port}, or it was stopped; start one with ./rocm_start_server.sh [MODEL]"
@@ -149,12 +127,12 @@ class Request:
     @property
     def port(self) -> int:
         if not self.config.port:
-            raise ApuError("--port 0: expected a number from 1 to 65535")
+            raise ConfigError("--port 0: expected a number from 1 to 65535")
         return self.config.port
 
     @classmethod
     def parse(cls, args: Sequence[str]) -> Request:
-        """Raises ApuError for an unknown flag, a bad or missing value, or a second model."""
+        """Raises ConfigError for an unknown flag, a bad or missing value, or a second model."""
         known = {flag: item for item in specs() if item.name != "system" for flag in item.flags}
         given: dict[str, Any] = {}
         models: list[str] = []
@@ -172,7 +150,7 @@ class Request:
                 str(Path(value).absolute()) if item.kind == "path" and isinstance(value, str) and value else value
             )
         if len(models) > 1:
-            raise ApuError(f"expected one model, found {' '.join(models)}")
+            raise ConfigError(f"expected one model, found {' '.join(models)}")
         if models:
             given["model"] = str(Path(models[0]).absolute()) if models[0] else ""
         config = EngineConfig.resolve(given, "flag")
@@ -188,15 +166,15 @@ def _flag(arg: str, known: dict[str, Spec], rest: deque[str]) -> tuple[Spec, str
     if item := known.get(f"--{name[5:]}" if off else name):
         if item.kind == "bool":
             if equals:
-                raise ApuError(f"{name}: takes no value, found {value}")
+                raise ConfigError(f"{name}: takes no value, found {value}")
             return item, not off
         if not off:
             if not equals and not rest:
-                raise ApuError(f"{name}: needs a value, {item.expected}")
+                raise ConfigError(f"{name}: needs a value, {item.expected}")
             return item, value if equals else rest.popleft()
     if not arg.startswith("--") and (item := known.get(arg[:2])) and item.kind != "bool":  # -c512
         return item, arg[2:]
-    raise ApuError(f"unknown option {name}; .venv/bin/apu-engine serve --help lists all")
+    raise ConfigError(f"unknown option {name}; .venv/bin/apu-engine serve --help lists all")
 
 
 def _written(known: dict[str, Spec], name: str, value: str | bool) -> str:
@@ -213,7 +191,7 @@ def _start(request: Request, foreground: bool) -> int:
 
 def _start_alone(request: Request, foreground: bool) -> int:
     host, port = request.config.host, request.port
-    running = _read(port)
+    running = pidfiles.read(port)
     if running is not None and running.alive():
         raise ApuError(
             f"port {port} is served already (PID {running.pid}, {running.model}); "
@@ -229,7 +207,7 @@ def _start_alone(request: Request, foreground: bool) -> int:
     try:
         device = pick_device(request.config.device, request.config.kernels)
     except GpuError as error:
-        if request.model:
+        if request.model or request.config.device != "auto":
             raise
         device, request = _demo_on_the_cpu(request, error)
     model = request.model or _demo_model()
@@ -240,21 +218,21 @@ def _start_alone(request: Request, foreground: bool) -> int:
 
     if foreground:
         created = psutil.Process().create_time()
-        _write(Running(os.getpid(), created, host, port, model, "none (foreground)", argv))
+        pidfiles.write(Running(os.getpid(), created, host, port, model, "none (foreground)", argv))
         os.execv(sys.executable, command)
-    log = _state_dir() / f"server-{port}.log"
+    log = pidfiles.state_dir() / f"server-{port}.log"
     with log.open("ab") as out:
         before = out.tell()
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
     child = psutil.Process(process.pid)
     try:
         started = Running(process.pid, child.create_time(), host, port, model, str(log), argv)
-        _write(started)
+        pidfiles.write(started)
         health = _wait_ready(process, started, before)
     except BaseException:
         _end(child)
         with contextlib.suppress(OSError):
-            _pid_file(port).unlink(missing_ok=True)
+            pidfiles.path(port).unlink(missing_ok=True)
         raise
     _print_ready(started, health, request.config.api_key)
     return 0
@@ -263,7 +241,7 @@ def _start_alone(request: Request, foreground: bool) -> int:
 @contextlib.contextmanager
 def _lock(port: int) -> Iterator[None]:
     """One start per port at a time: two would both find the port free."""
-    with (_state_dir() / f"server-{port}.lock").open("ab") as file:
+    with (pidfiles.state_dir() / f"server-{port}.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -308,9 +286,9 @@ def _print_ready(server: Running, health: dict[str, Any], key: str | None) -> No
 
 
 def _stop(port: int) -> int:
-    running = _read(port)
+    running = pidfiles.read(port)
     if running is None or not running.alive():
-        _pid_file(port).unlink(missing_ok=True)
+        pidfiles.path(port).unlink(missing_ok=True)
         _say(f"no server of ours runs on port {port}{_others(port)}")
         return 0
     _terminate(running)
@@ -323,7 +301,7 @@ def _terminate(server: Running) -> None:
 
     if server.alive():
         _end(psutil.Process(server.pid))
-    _pid_file(server.port).unlink(missing_ok=True)
+    pidfiles.path(server.port).unlink(missing_ok=True)
 
 
 def _end(process: psutil.Process) -> None:
@@ -346,7 +324,7 @@ def _end(process: psutil.Process) -> None:
 
 
 def _status(port: int) -> int:
-    running = _read(port)
+    running = pidfiles.read(port)
     if running is None or not running.alive():
         print(f"port {port}: not running{_others(port)}")
         return 3
@@ -360,9 +338,9 @@ def _status(port: int) -> int:
 
 def _others(port: int) -> str:
     """Where else a server runs, for a command that found none on `port`."""
-    numbers = (file.stem.removeprefix("server-") for file in _state_dir().glob("server-*.json"))
+    numbers = (file.stem.removeprefix("server-") for file in pidfiles.state_dir().glob("server-*.json"))
     ports = sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
-    running = [n for n in ports if n != port and (server := _read(n)) is not None and server.alive()]
+    running = [n for n in ports if n != port and (server := pidfiles.read(n)) is not None and server.alive()]
     return f"; servers run on: {', '.join(f'--port {n}' for n in running)}" if running else ""
 
 
@@ -459,53 +437,6 @@ def _port_holder(port: int) -> str:
     except psutil.Error:
         pass
     return "a process that this user may not see"
-
-
-_FIELDS = {"pid": int, "created": float, "host": str, "port": int, "model": str, "log": str, "argv": list}
-
-
-def _read(port: int) -> Running | None:
-    """What the PID file says; None without one, or when it is damaged."""
-    try:
-        found = json.loads(_pid_file(port).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or found.keys() != _FIELDS.keys():
-        return None
-    if any(type(found[name]) is not kind for name, kind in _FIELDS.items()):
-        return None
-    if not 0 < found["pid"] < 1 << 31 or not all(isinstance(arg, str) for arg in found["argv"]):
-        return None
-    return Running(**found)
-
-
-def _write(server: Running) -> None:
-    """Whole or not at all, and for this user alone, because the arguments may hold an API key."""
-    file = _pid_file(server.port)
-    partial = file.with_suffix(".new")
-    partial.unlink(missing_ok=True)
-    partial.touch(mode=0o600)
-    partial.write_text(json.dumps(asdict(server)), "utf-8")
-    partial.replace(file)
-
-
-def forget(pid: int) -> None:
-    """Removes the PID files that name process `pid`: for a server that ends itself."""
-    for file in _state_dir().glob("server-*.json"):
-        number = file.stem.removeprefix("server-")
-        if number.isascii() and number.isdigit() and (server := _read(int(number))) is not None and server.pid == pid:
-            file.unlink(missing_ok=True)
-
-
-def _pid_file(port: int) -> Path:
-    return _state_dir() / f"server-{port}.json"
-
-
-def _state_dir() -> Path:
-    root = catalog.project_root()
-    folder = root / ".apu" if root and os.access(root, os.W_OK) else catalog.home() / ".local/state/apu_engine"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _url_host(host: str) -> str:

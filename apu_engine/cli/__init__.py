@@ -1,9 +1,8 @@
 """The `apu-engine` command: one module per verb, imported with typer only when the command runs.
 
-Every failure is one line on standard error and an exit status: 1 when something went wrong, 2 when the
-command line or an option is wrong, 78 when the machine lacks memory or a usable GPU (so that a supervisor does not try
-again), 75 when the watchdog ended it (so that it does), 130 after Ctrl-C. `--debug` or APU_DEBUG=1 shows the traceback
-as well.
+Every failure is one line on standard error and an exit status: 1 when something went wrong, 2 when the command line or
+an option is wrong, 78 when the machine lacks memory or a usable GPU (so that a supervisor does not try again), 75 when
+the watchdog ended it (so that it does), 130 after Ctrl-C. `--debug` or APU_DEBUG=1 shows the traceback as well.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 PROGRAM = "apu-engine"
-UNFIT = 78  # EX_CONFIG of sysexits.h
 
 
 def standard_streams() -> None:
@@ -35,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     from apu_engine.config import debug_wanted
-    from apu_engine.errors import ApuError, BudgetError, ConfigError, GpuError
+    from apu_engine.errors import ApuError
 
     debug = debug_wanted(args)
     try:
@@ -57,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         if isinstance(error, ApuError):
-            status = 2 if isinstance(error, ConfigError) else UNFIT if isinstance(error, (BudgetError, GpuError)) else 1
-            return _fail(str(error), status)
+            return _fail(str(error), error.status)
         if hasattr(error, "format_message"):  # typer's usage errors, whichever click they come from
             return _fail(_usage(error), 2)
         if isinstance(error, OSError):

@@ -91,7 +91,9 @@ def _device(config: EngineConfig) -> tuple[Device, list[str]]:
 
     try:
         device, choice = open_device(config.device, kernels=config.kernels, threads=1)
-    except GpuError as error:  # of "auto": there is one, but it cannot be used
+    except GpuError as error:
+        if config.device != "auto":
+            raise
         device, _ = open_device("cpu", threads=1)
         return device, [f"GPU: {error}"]
     return device, [f"GPU: {choice.reason}"] if device.props.kind == "cpu" else []

@@ -85,13 +85,13 @@ def show(
 
 
 def _limits(config: EngineConfig, machine: str | None) -> Limits:
+    from apu_engine.device import kind_and_index, open_device
     from apu_engine.memory.limits import of_machine, preset
 
+    kind, _ = kind_and_index(config.device)
     if machine is not None:
         limits = preset(machine)
-    elif config.device.startswith(("hip", "cuda")):
-        from apu_engine.device import open_device
-
+    elif kind in ("hip", "cuda"):
         with open_device(config.device)[0] as device:
             return of_machine(device=device)
     else:

@@ -2,7 +2,8 @@
 
 A context that was asked for is never shortened: above the trained length it is a notice, above memory it is refused.
 Else it is the least of what the model was trained for, 32768 and what fits. On the CPU, weights are file pages: they
-count in full, but a file larger than memory still runs, so at least a quarter of what is free is left to the KV cache.
+count in full, but a file larger than memory still runs, so at least a quarter of what is free is left to the KV cache,
+or all of it to the shortest context.
 On a GPU, a strategy fits when all its limits hold; the first that has room for the whole context decides.
 """
 
@@ -302,12 +303,14 @@ def choose_context(
         return ContextChoice(most, "trained length" if most == trained else "default limit")
     fits = _longest(most, lambda ctx: need(ctx) <= bound)
     least = min(LEAST, most)
-    if fits < least:
-        problem = _cpu_refusal(least, need, bound, budget)
-        if not force:
-            raise BudgetError(problem)
-        return ContextChoice(least, "the least", (f"--force: {problem}",))
-    return ContextChoice(fits, f"fits in {human_bytes(bound)}")
+    if fits >= least:
+        return ContextChoice(fits, f"fits in {human_bytes(bound)}")
+    if need(least) <= available:  # which is what holds for a context that was asked for
+        return ContextChoice(least, "the least")
+    problem = _cpu_refusal(least, need, available, budget)
+    if not force:
+        raise BudgetError(problem)
+    return ContextChoice(least, "the least", (f"--force: {problem}",))
 
 
 def _above_trained(tokens: int, trained: int) -> str:

@@ -1,8 +1,8 @@
 """How fast CPU and GPU reach memory: own, file pages in place, copies, and parts of an expert's size that lie anywhere.
 
 What `apu-engine bench bw` measures, each frees what it took, and nothing takes more than an eighth of what is free. The
-results are kept beside the probe's, for the same device, driver, kernel and file system, so that whoever decides where
-weights go can look instead of measure. Ways of reading in place are the probe's own measurement, made anew.
+results are kept beside the probe's, by device, driver, kernel and file system, for other programs to read. Ways of
+reading in place are the probe's own measurement, made anew.
 """
 
 from __future__ import annotations
@@ -308,11 +308,6 @@ def keep(job: Job, found: Bandwidths) -> Path | None:
     all_of = _kept()
     all_of[_key(job)] = found
     return path if save(path, msgspec.json.format(msgspec.json.encode(all_of))) else None
-
-
-def kept(job: Job) -> Bandwidths | None:
-    """What was measured before on such a device and file system."""
-    return _kept().get(_key(job))
 
 
 def _kept() -> dict[str, Bandwidths]:

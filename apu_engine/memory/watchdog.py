@@ -160,6 +160,6 @@ def end_children() -> None:
 
 def forget_server() -> None:
     """Removes the PID file that names this process, where rocm_start_server.sh wrote one."""
-    from apu_engine import launcher
+    from apu_engine import pidfiles
 
-    launcher.forget(os.getpid())
+    pidfiles.forget(os.getpid())

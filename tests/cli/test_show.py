@@ -126,3 +126,6 @@ def test_bad_arguments(tiny_llama: TinyModel, capsys: pytest.CaptureFixture[str]
     assert main(["show", str(tiny_llama.path), "--machine", "toaster"]) == 2
     assert "expected one of strix-halo-128" in capsys.readouterr().err
     assert main(["show"]) == 2
+    capsys.readouterr()
+    assert main(["show", str(tiny_llama.path), "--device", "toaster"]) == 2
+    assert "expected auto, cpu, hip[:N] or cuda[:N]" in capsys.readouterr().err

@@ -37,8 +37,15 @@ def test_weights_larger_than_memory_leave_a_quarter() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(BudgetError, match=r"ctx 512 needs 20\.2 MB .* 9 MB is available"):
-        choose_context(0, 8192, need, 40 * MB, 80 * GB)
+    with pytest.raises(BudgetError, match=r"ctx 512 needs 20\.2 MB .* 20 MB is available"):
+        choose_context(0, 8192, need, 20 * MB, 80 * GB)
+
+
+def test_the_least_of_what_would_run_when_it_is_asked_for() -> None:
+    """Beside weights that are larger than all of it."""
+    assert choose_context(512, 8192, need, 40 * MB, 80 * GB, budget=True).tokens == 512
+    choice = choose_context(0, 8192, need, 40 * MB, 80 * GB, budget=True)
+    assert (choice.tokens, choice.reason, choice.notices) == (512, "the least", ())
 
 
 def test_a_short_model_is_no_failure() -> None:
@@ -64,7 +71,7 @@ def test_asked_for_above_memory_is_refused_with_numbers_and_remedies() -> None:
 def test_force_turns_refusals_into_notices() -> None:
     choice = choose_context(100_000, 131072, need, 1 * GB, 100 * MB, force=True)
     assert choice.tokens == 100_000 and choice.notices[0].startswith("--force: ctx 100000 needs 2.01 GB")
-    choice = choose_context(0, 8192, need, 40 * MB, 80 * GB, force=True)
+    choice = choose_context(0, 8192, need, 20 * MB, 80 * GB, force=True)
     assert choice.tokens == 512 and "--force" in choice.notices[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from hip_double import HipDouble, library
 
 from apu_engine import device as choice
+from apu_engine import launcher
 from apu_engine.cli import main
 from apu_engine.config import EngineConfig
 from apu_engine.device import open_device, pick_device
@@ -64,8 +66,8 @@ def test_a_library_that_the_environment_names(
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv("APU_HIP_LIBRARY", str(path))
-    for request, error in (("auto", GpuError), ("hip:0", ConfigError)):
-        with pytest.raises(error, match=f"{path} .*; APU_HIP_LIBRARY names that file: correct or unset it"):
+    for request in ("auto", "hip:0"):
+        with pytest.raises(GpuError, match=f"{path} .*; APU_HIP_LIBRARY names that file: correct or unset it"):
             pick_device(request)
 
 
@@ -74,7 +76,7 @@ def test_a_gpu_without_a_runtime(machine: Path) -> None:
     missing = "/nowhere/libamdhip64.so was not found; install ROCm's HIP runtime"
     with pytest.raises(GpuError, match=f"gfx1151 is present, but {missing}.*--device cpu"):
         pick_device("auto")
-    with pytest.raises(ConfigError, match=f"--device hip:1: {missing}"):
+    with pytest.raises(GpuError, match=f"--device hip:1: {missing}"):
         pick_device("hip:1")
     assert pick_device("cpu").kind == "cpu"
 
@@ -105,7 +107,7 @@ def test_a_gpu_that_the_user_may_not_open(machine: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(GpuError, match=r"gfx1151 is present, but /dev/kfd: .* may not open it.*usermod -aG .*log out"):
         pick_device("auto")
-    with pytest.raises(ConfigError, match=r"was not found; .*; /dev/kfd: .* may not open it.*usermod -aG"):
+    with pytest.raises(GpuError, match=r"was not found; .*; /dev/kfd: .* may not open it.*usermod -aG"):
         pick_device("hip")
 
 
@@ -124,6 +126,12 @@ def test_a_named_model_stops_at_an_unusable_gpu(
     args = ["chat", "-m", str(tiny_llama.path), "--raw", "-p", "a", "-n", "1", "--ctx", "64"]
     assert main(args) == 78
     assert "gfx1151 is present, but" in capsys.readouterr().err
+    assert main([*args, "--device", "hip"]) == 78
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    assert launcher.main([str(tiny_llama.path), "--device", "hip", "--port", port]) == 78
+    assert launcher.main(["--device", "hip", "--port", port]) == 78  # no demo on another device
     assert main([*args, "--device", "cpu"]) == 0
 
 
@@ -132,7 +140,7 @@ def test_a_gpu_without_kernels(machine: Path, hip: HipDouble, monkeypatch: pytes
     advice = rf"no kernels for gfx1151 in {machine}; build them with ./build.sh --targets gfx1151"
     with pytest.raises(GpuError, match=f"gfx1151 is present, but {advice}"):
         pick_device("auto")
-    with pytest.raises(ConfigError, match=f"--device hip: {advice}"):
+    with pytest.raises(GpuError, match=f"--device hip: {advice}"):
         pick_device("hip")
 
 
@@ -143,7 +151,7 @@ def test_a_gpu_that_works(machine: Path, hip: HipDouble, hip_kernels: Path, monk
     assert pick_device("auto").reason == f"the first GPU that the runtime shows, with {shown}"
     hip.set(devices=2)
     assert (pick_device("hip:1").name, pick_device("hip:1").reason) == ("hip:1", f"as asked, with {shown}")
-    with pytest.raises(ConfigError, match=r"--device hip:2: .*hip:2 does not exist: the runtime shows 2 devices"):
+    with pytest.raises(GpuError, match=r"--device hip:2: .*hip:2 does not exist: the runtime shows 2 devices"):
         pick_device("hip:2")
     opened, chosen = open_device("hip:1")
     assert (opened.props.name, chosen.index) == ("HIP double 1", 1)
@@ -153,7 +161,7 @@ def test_a_gpu_that_works(machine: Path, hip: HipDouble, hip_kernels: Path, monk
 def test_cuda_is_never_taken_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APU_SYSROOT", "/nowhere")
     assert pick_device("auto").kind == "cpu"
-    with pytest.raises(ConfigError, match="--device cuda:4000: "):
+    with pytest.raises(GpuError, match="--device cuda:4000: "):
         pick_device("cuda:4000")
 
 

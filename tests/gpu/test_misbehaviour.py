@@ -18,7 +18,7 @@ import pytest
 from hip_double import HipDouble, library
 
 from apu_engine import LLM
-from apu_engine.errors import ApuError, BudgetError, ConfigError
+from apu_engine.errors import ApuError, BudgetError, ConfigError, GpuError
 from apu_engine.memory import strategies
 from apu_engine.memory.verify import anonymous_bytes
 from models import TinyModel
@@ -347,13 +347,13 @@ def test_steps_allocate_nothing(hip: HipDouble, loads: Loads) -> None:
 
 def test_no_device(hip: HipDouble, loads: Loads) -> None:
     hip.set(devices=0)
-    loads.fails(ConfigError, "--device hip: ")
+    loads.fails(GpuError, "--device hip: ")
 
 
 @pytest.mark.parametrize("missing", ["hipModuleLaunchKernel", "hipStreamBeginCapture"])
 def test_a_runtime_that_is_too_old(loads: Loads, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setenv("APU_HIP_LIBRARY", str(library(hide=[missing])))
-    loads.fails(ConfigError, rf"lacks {missing}; install ROCm's HIP runtime, 5.2 or later")
+    loads.fails(GpuError, rf"lacks {missing}; install ROCm's HIP runtime, 5.2 or later")
 
 
 def test_a_runtime_without_ways(tiny_llama: TinyModel, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

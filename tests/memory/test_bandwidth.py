@@ -11,7 +11,7 @@ from apu_engine import catalog
 from apu_engine._native import Device
 from apu_engine.cli import bench_bw, main
 from apu_engine.memory import bandwidth
-from apu_engine.memory.bandwidth import Bandwidths, Rate, keep, kept, titles
+from apu_engine.memory.bandwidth import Bandwidths, Rate, keep, titles
 from apu_engine.memory.strategies import Job
 from models import TinyModel
 
@@ -64,6 +64,10 @@ def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with Device("cpu", threads=1) as device:
         job = Job(device, [file], [1], [])
+
+        def kept(job: Job) -> Bandwidths | None:
+            return bandwidth._kept().get(bandwidth._key(job))
+
         assert kept(job) is None and keep(job, found) is not None and kept(job) == found
         monkeypatch.setattr(bandwidth, "_VERSION", 2)
         assert kept(job) is None and keep(job, Bandwidths(2.0, "b")) is not None

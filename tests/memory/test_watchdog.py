@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from apu_engine import launcher
+from apu_engine import pidfiles
 from apu_engine.memory import watchdog as module
 from apu_engine.memory.watchdog import STATUS, Watchdog
 
@@ -120,7 +120,7 @@ with Watchdog(0.3).during("waiting for a device that does not answer"):
 
 def test_a_native_call_that_hangs(tmp_path: Path) -> None:
     """The process ends all the same, with its children and its PID file; another server's file stays."""
-    state = launcher._state_dir()
+    state = pidfiles.state_dir()
     other = state / "server-64998.json"
     process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     file = state / "server-64999.json"
