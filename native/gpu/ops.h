@@ -66,7 +66,7 @@ public:
   virtual Kernel kernel(const std::string &name, uint32_t dynamic_lds = 0) = 0;
   virtual void reserve(Scratch which, uint64_t bytes) = 0;
   virtual float *scratch(int32_t tensor) = 0;      // device address of a scratch tensor, null for APU_NONE
-  virtual const float *vector(int32_t tensor) = 0; // a weight of one row as float32 in device memory, null for NONE
+  virtual const float *vector(int32_t tensor) = 0; // a weight as float32 in device memory, null for NONE
   virtual Matrix matrix(int32_t tensor) = 0;       // {} for APU_NONE
   virtual PagedState paged(int32_t state) = 0;
   // Device memory that lives as long as the plan, filled from `data`.
@@ -79,7 +79,9 @@ std::unique_ptr<Op> make_rms_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_matmul(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_attention(Builder &builder, const apu_op &op);
-std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_row_store(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_compress(Builder &builder, const apu_op &op);
+std::unique_ptr<Op> make_index(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_head_matmul(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_gather_norm(Builder &builder, const apu_op &op);
 std::unique_ptr<Op> make_sample(Builder &builder, const apu_op &op);

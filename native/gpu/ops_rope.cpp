@@ -1,5 +1,5 @@
-// ROPE_STORE: one kernel, a wave for each head of q, k and v; LATENT_STORE, a wave for each head of q and one for the
-// row that is stored. See kernels/rope.hip.
+// ROPE_STORE: one kernel, a wave for each head of q, k and v; LATENT_STORE and SHARED_STORE, a wave for each head of q
+// and one for the row that is stored. See kernels/rope.hip and kernels/compress.hip.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/turns.h"
 
@@ -39,21 +39,24 @@ private:
   uint32_t waves_, lds_;
 };
 
-class LatentStore final : public Op {
+class RowStore final : public Op {
 public:
-  LatentStore(Builder &b, const apu_op &op) {
+  RowStore(Builder &b, const apu_op &op) {
+    const bool latent = op.kind == APU_OP_LATENT_STORE;
     args_.step = b.step();
     args_.state = b.paged(op.state[0]);
     args_.q = b.scratch(op.in[0]);
     args_.c = b.scratch(op.in[1]);
     args_.norm = b.vector(op.w[0]);
     args_.eps = op.f[0];
-    args_.heads = uint32_t(op.i[3]);
-    args_.q_size = uint32_t(b.info().tensor(op.in[0])->inner / args_.heads);
+    const uint32_t d = args_.state.head_size, width = uint32_t(b.info().tensor(op.in[0])->inner);
+    args_.heads = latent ? uint32_t(op.i[3]) : width / d;
+    args_.q_size = width / args_.heads;
+    if (!latent) args_.round = uint32_t(op.i[3]);
     set_turns(b, op, args_);
     waves_ = kRopeThreads / b.props().wave_size;
-    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + args_.state.head_size);
-    kernel_ = b.kernel("latent_store", lds_);
+    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + (latent ? 1 : waves_) * d);
+    kernel_ = b.kernel(latent ? "latent_store" : "shared_store", lds_);
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
@@ -62,14 +65,14 @@ public:
 
 private:
   Kernel kernel_;
-  LatentStoreArgs args_{};
+  RowStoreArgs args_{};
   uint32_t waves_, lds_;
 };
 
 } // namespace
 
-std::unique_ptr<Op> make_latent_store(Builder &builder, const apu_op &op) {
-  return std::make_unique<LatentStore>(builder, op);
+std::unique_ptr<Op> make_row_store(Builder &builder, const apu_op &op) {
+  return std::make_unique<RowStore>(builder, op);
 }
 
 std::unique_ptr<Op> make_rope_store(Builder &builder, const apu_op &op) {

@@ -45,13 +45,19 @@ public:
     if (!t) return nullptr;
     const float *&out = vectors_[size_t(id)];
     if (out || status != APU_OK) return out;
-    std::vector<uint8_t> raw(t->row_bytes);
+    std::vector<uint8_t> raw;
+    std::vector<float> values(t->rows * t->inner);
     Driver &driver = plan_.device.driver();
-    keep(driver.copy_to_host(raw.data(), t->segments[0].address, raw.size(), plan_.stream_)); // one row, one segment
-    keep(driver.stream_wait(plan_.stream_));
-    if (status != APU_OK) return nullptr;
-    std::vector<float> values(t->inner);
-    cpu::kernel_table(APU_ISA_PORTABLE)->dequantize_row(t->d.dtype, raw.data(), uint32_t(t->inner), values.data());
+    for (const apu_segment &s : t->segments) {
+      raw.resize((s.row_count - 1) * s.row_stride + t->row_bytes);
+      keep(driver.copy_to_host(raw.data(), s.address, raw.size(), plan_.stream_));
+      keep(driver.stream_wait(plan_.stream_));
+      if (status != APU_OK) return nullptr;
+      for (uint64_t row = 0; row < s.row_count; ++row)
+        cpu::kernel_table(APU_ISA_PORTABLE)
+            ->dequantize_row(t->d.dtype, raw.data() + row * s.row_stride, uint32_t(t->inner),
+                             values.data() + (s.row_begin + row) * t->inner);
+    }
     return out = static_cast<const float *>(constant(values.data(), values.size() * sizeof(float)));
   }
 
@@ -134,7 +140,10 @@ MakeOp maker(uint32_t kind) {
   case APU_OP_ROPE_STORE: return make_rope_store;
   case APU_OP_ATTENTION:
   case APU_OP_LATENT_ATTENTION: return make_attention;
-  case APU_OP_LATENT_STORE: return make_latent_store;
+  case APU_OP_LATENT_STORE:
+  case APU_OP_SHARED_STORE: return make_row_store;
+  case APU_OP_COMPRESS: return make_compress;
+  case APU_OP_INDEX: return make_index;
   case APU_OP_HEAD_MATMUL: return make_head_matmul;
   case APU_OP_GATHER_NORM: return make_gather_norm;
   case APU_OP_ROUTE: return make_route;
@@ -151,8 +160,6 @@ apu_status check_supported(const PlanInfo &info, const std::string &label, const
   if (op.kind == APU_OP_ROUTE && op.i[2] > int32_t(kRouteGroups))
     return fail(APU_E_UNSUPPORTED, "%s: i2 (groups) is %d, GPU kernels have at most %u; use --device cpu",
                 label.c_str(), op.i[2], kRouteGroups);
-  if (op.kind >= APU_OP_SHARED_STORE && op.kind <= APU_OP_INDEX)
-    return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel for this op; use --device cpu", label.c_str());
   const Tensor *in = info.tensor(op.in[0]);
   if (in && in->d.rows == APU_ROWS_FIXED)
     return fail(APU_E_UNSUPPORTED, "%s: in0 \"%s\" has a fixed number of rows, expected the step's or its outputs'",

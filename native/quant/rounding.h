@@ -6,11 +6,13 @@
 // specifications.
 #pragma once
 
-#include "quant/target.h"
+#include "target.h"
 
-#ifndef APU_QUANT_DEVICE
+#ifndef APU_QUANT_ROUND_EVEN // as in target.h
 #include <math.h>
 #include <stdint.h>
+#define APU_QUANT_ABS fabsf
+#define APU_QUANT_ROUND_EVEN rintf
 #endif
 
 namespace apu::quant {
@@ -51,15 +53,15 @@ APU_QUANT_FUNCTION float fp4_scale(float amax) {
 
 // x, of at most 448, to E4M3's nearest: three bits behind the leading one, the smallest step 2^-9.
 APU_QUANT_FUNCTION float round_e4m3(float x) {
-  const float a = fabsf(x);
+  const float a = APU_QUANT_ABS(x);
   const int exponent = a < 0x1p-6f ? -6 : binary_exponent(a);
-  return rintf(x * power_of_two(3 - exponent)) * power_of_two(exponent - 3);
+  return APU_QUANT_ROUND_EVEN(x * power_of_two(3 - exponent)) * power_of_two(exponent - 3);
 }
 
 // x, of at most 6, to E2M1's nearest: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 APU_QUANT_FUNCTION float round_e2m1(float x) {
-  const float a = fabsf(x), step = a < 2 ? 0.5f : a < 4 ? 1.0f : 2.0f;
-  return rintf(x / step) * step;
+  const float a = APU_QUANT_ABS(x), step = a < 2 ? 0.5f : a < 4 ? 1.0f : 2.0f;
+  return APU_QUANT_ROUND_EVEN(x / step) * step;
 }
 
 } // namespace apu::quant

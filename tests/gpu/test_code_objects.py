@@ -34,13 +34,14 @@ LIMITS = [
     (r"(latent|sparse)_attention|heads", 256, 16384),
     (r"route", 192, 16384),
     (r"sample", 128, 36864),
+    (r"index_choose", 64, 20480),
     (r"", 128, 16384),
 ]
 # Their main loops may keep few scalars in lanes of VGPRs: one operation of 25.
 FEW_LANE_MOVES = r"(expert_)?(matvec|gemm)"
 # VALU operations of a lane for each byte of weights; at about 29 an APU's memory would wait for its processors.
 VALU = {"q8_0": 1.5, "q4_0": 2.5, "q4_k": 2.5, "q6_k": 3.0, "q2_k": 5.0, "mxfp4": 6.0, "iq2_xxs": 7.0}
-TILED = r"(expert_)?gemm_(?!f32|rows|reduce)"  # on matrix tiles: not what prepares, ends, or adds in float32
+TILED = r"(expert_)?gemm_(?!f32|rows|reduce)|index_scores_tiles"  # on matrix tiles: not what prepares or adds
 
 pytestmark = pytest.mark.timeout(900)  # where the code objects are not built yet
 
@@ -115,7 +116,7 @@ def test_instructions(target: str, file: str) -> None:
         assert operations, name
         assert not [op for op in operations if op.startswith(("scratch_", "buffer_store", "s_swappc"))], name
         loop = kernel.main_loop()
-        if re.match(r"(expert_)?(matvec|gemm|attention|(latent|sparse)_attention|heads)", name):
+        if re.match(r"(expert_)?(matvec|gemm|attention|(latent|sparse)_attention|heads|index_scores)", name):
             # Flat loads count as LDS operations too: a wave that waits for LDS would wait for memory.
             assert not [op for op in loop if op.startswith("flat_")], name
         if re.match(FEW_LANE_MOVES, name) and target != "gfx90a":

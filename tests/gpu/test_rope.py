@@ -171,7 +171,7 @@ def test_latent_rows(options: dict[str, Any], wave: int, reverse: bool) -> None:
 
     q_buffer = shim.input(padded(q), readonly=False)
     args = shim.args(
-        "LatentStoreArgs",
+        "RowStoreArgs",
         step=make_step(shim, spans, rows_bucket=grid),
         state=state_args(shim, state, old.shape[1], 1, d, dtype),
         q=q_buffer,

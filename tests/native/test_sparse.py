@@ -139,6 +139,7 @@ def test_rows_are_rounded_to_e4m3(device: Device) -> None:
     rig.op(lib.APU_OP_SHARED_STORE, ins=(q, kv), outs=(q,), weights=w, states=(state,), ints=ints, floats=PLAIN_ROPE)
     with rig.build(device) as plan:
         plan.run(Step(1).sequence(range(TOKENS), 0, [[0]]))
+        plan.fetch(rig.memory(state))
         held, heads = rig.memory(state)[0, 0, :TOKENS].astype(np.float64), plan.read(q, TOKENS)
     exact = rms_norm(values, norm, EPS)
     turned = np.array([rotated(row, t, rope) for t, row in enumerate(exact)])
@@ -184,6 +185,7 @@ def test_compressed_rows(device: Device, tokens: int, series: int, d: int, kind:
     with rig.build(device) as plan:
         for at, end in ((0, 61), (61, 62), (62, 126), (126, 190), (190, 251), (251, 300)):
             plan.run(Step(2).sequence(ids[at:end].tolist(), at, tables))
+        plan.fetch(rig.memory(rows))
     held = rig.memory(rows)[:, 0]
     gate = gates[ids].astype(np.float64) + bias.astype(np.float64)[np.arange(300) % tokens]
     for row in range(300 // tokens):
@@ -214,9 +216,10 @@ def indexer(
     rounding: int = 0,
     whole: bool = False,
     rows: int = 32,
+    tokens: int = 4,
     dtype: Any = np.float32,
 ) -> tuple[Rig, int, int]:
-    """(rig, ids, q); rows of 4 tokens. `whole`: small integers, and zeros where q is rotated, so many equal scores."""
+    """(rig, ids, q); rows of `tokens` tokens. `whole`: small integers, zeros where q is rotated: many equal scores."""
     draw = np.random.default_rng(11)
 
     def numbers(*shape: int) -> NDArray[np.float32]:
@@ -228,8 +231,8 @@ def indexer(
         queries[..., -rope:] = 0
     q = rig.input(queries.reshape(TOKENS, -1), "q")
     weights = rig.input(numbers(TOKENS, heads), "weights")
-    state = rows_state(rig, "rows", d, pages, 32, dtype=dtype)
-    rig.memory(state)[...] = numbers(pages, 1, 32, d)
+    state = rows_state(rig, "rows", d, pages, 128 // tokens, dtype=dtype)
+    rig.memory(state)[...] = numbers(*rig.memory(state).shape)
     ids = rig.scratch("ids", k, dtype=lib.APU_I32)
     floats = (*PLAIN_ROPE, 0.5)
     ints = (rope, lib.APU_ROPE_PAIRS, 0, rounding)

@@ -40,17 +40,19 @@ struct RopeStoreArgs {
   u32 halves; // 1: pair i is (i, i + pairs), 0: (2 i, 2 i + 1)
 };
 
-struct LatentStoreArgs {
+// One row of a token for all heads of q: latent_store, shared_store.
+struct RowStoreArgs {
   StepView step;
   PagedState state;
   float *q;            // (T, H, q_size), the last 2 pairs of each head rotated in place
   const float *c;      // (T, head size of the state)
-  const float *norm;   // (head size - 2 pairs)
+  const float *norm;   // (head size - 2 pairs) of latent_store, (head size) of shared_store
   const double *turns; // as in RopeStoreArgs
   const float *factors;
   float eps, magnitude;
   u32 heads, q_size; // H
   u32 pairs, halves;
+  u32 round; // APU_ROUND_* of shared_store
 };
 
 // Queries of a kv head are handled in chunks: `chunk_rows` rows of one sequence times `chunk_heads` heads. Contexts are

@@ -68,7 +68,7 @@ APU_KERNEL(kRopeThreads) void rope_store(RopeStoreArgs a) {
   }
 }
 
-APU_KERNEL(kRopeThreads) void latent_store(LatentStoreArgs a) {
+APU_KERNEL(kRopeThreads) void latent_store(RowStoreArgs a) {
   constexpr u32 waves = kRopeThreads / kWaveSize;
   const u32 t = block_id(), lane = lane_id(), h = block_id_y() * waves + wave_uniform(wave_id());
   const u32 d = a.state.head_size, rank = d - 2 * a.pairs;

@@ -6,12 +6,8 @@
 // read with load_unaligned: nothing outside of the aligned words that hold them.
 #pragma once
 
-#include "gpu.h"
+#include "quant.h"
 
-#define APU_QUANT_FUNCTION APU_DEVICE
-#define APU_QUANT_TABLE APU_CONSTANT
-#define APU_QUANT_COPY_BYTES __builtin_memcpy
-#define APU_QUANT_HALF_TO_FLOAT ::apu::gpu::half_to_float
 #include "../../quant/unpack.h"
 #include "../../quant/visit.h"
 

@@ -1,0 +1,246 @@
+// INDEX: which compressed rows a row attends to, by the scores of many small heads.
+//
+// index_queries rotates and rounds the queries, a wave for each head. index_scores_* make the scores: rows in F16 whose
+// queries were rounded to FP4, which halves hold exactly, go through matrix tiles, a wave taking 16 rows and all heads;
+// everything else through FMA, a thread for a row. index_choose ends each row of the step with one block: the key of
+// the k-th score from three histograms (select.h), then the rows above it and the first of those at it, in order. Where
+// no more than k rows can be seen nothing is scored. A score depends on nothing but the row and the compressed row.
+// Moves, for each row of the step, 2 d bytes (F16) and 4 of each compressed row, then the 4 again for each histogram.
+#include "index.h"
+#include "kv.h"
+#include "rotate.h"
+#include "rounding.h"
+#include "select.h"
+#include "tile.h"
+
+namespace apu::gpu {
+
+APU_DEVICE u32 rows_seen(const IndexArgs &a, u32 t) {
+  return (a.step.rows[t].position + 1) / a.tokens;
+}
+
+// x or 0; NaN stays.
+APU_DEVICE float positive(float x) {
+  return x < 0.0f ? 0.0f : x;
+}
+
+// A score that is not a number is the least.
+APU_DEVICE float score_of(float sum, float scale) {
+  const float score = sum * scale;
+  return score == score ? score : -__builtin_inff();
+}
+
+// Grid (rows, heads in groups of waves).
+APU_KERNEL(kIndexThreads) void index_queries(IndexArgs a) {
+  constexpr u32 waves = kIndexThreads / kWaveSize;
+  const u32 t = block_id(), lane = lane_id(), wave = wave_uniform(wave_id()), h = block_id_y() * waves + wave;
+  const u32 d = a.rows.head_size;
+  float *cos = reinterpret_cast<float *>(dynamic_shared()), *sin = cos + a.pairs, *x = sin + a.pairs + wave * d;
+  float *q = a.q + (u64(t) * a.heads + h) * d;
+  if (h < a.heads)
+    for (u32 m = lane; m < d; m += kWaveSize) x[m] = q[m];
+  if (t >= a.step.counts->rows) return;
+  turn_pairs<kIndexThreads>(a, a.step.rows[t].position, cos, sin);
+  block_sync();
+  if (h < a.heads) {
+    rotate_wave(x + d - 2 * a.pairs, cos, sin, a.pairs, a.halves);
+    round_row(a.round, x, d, 2 * a.pairs, a.shrink);
+    for (u32 m = lane; m < d; m += kWaveSize) q[m] = x[m];
+  }
+  if (!a.tiles || h >= a.padded) return;
+  // The largest becomes 2^14 or more, so that halves hold all that is not 2^-36 of it.
+  float amax = 0.0f;
+  if (h < a.heads)
+    for (u32 m = lane; m < d; m += kWaveSize) amax = max_f32(amax, fabs_f32(x[m]));
+  amax = wave_max(amax);
+  const int exponent = amax >= 0x1p-100f && amax <= 0x1p100f ? 14 - quant::binary_exponent(amax) : 0;
+  const float power = quant::power_of_two(exponent);
+  u16 *to = a.tiles + (u64(t) * a.padded + h) * d;
+  for (u32 m = lane; m < d; m += kWaveSize) to[m] = h < a.heads ? float_to_half(x[m] * power) : u16(0);
+  if (lane == 0)
+    a.scaled[u64(t) * a.padded + h] =
+        h < a.heads ? a.weights[u64(t) * a.heads + h] * quant::power_of_two(-exponent) : 0.0f;
+}
+
+// 32 elements of 16 rows, as lines of a tile.
+APU_DEVICE void load_line(TileLines &lines, const u16 *from, u32 stride) {
+#pragma unroll
+  for (u32 i = 0; i < kTileLines; ++i) {
+    const u16 *p = from + tile_line_row(i) * stride + tile_line_begin();
+#pragma unroll
+    for (u32 j = 0; j < kTileDepth; j += 4) {
+      const u32x4 v = load16(p + 2 * j);
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) lines.v[i][j + w] = v[w];
+    }
+  }
+}
+APU_DEVICE void load_line_shared(TileLines &lines, const u16 *from, u32 stride) {
+#pragma unroll
+  for (u32 i = 0; i < kTileLines; ++i) {
+    const u16 *p = from + tile_line_row(i) * stride + tile_line_begin();
+#pragma unroll
+    for (u32 j = 0; j < kTileDepth; j += 4) {
+      const u32x4 v = *reinterpret_cast<const u32x4 *>(p + 2 * j);
+#pragma unroll
+      for (u32 w = 0; w < 4; ++w) lines.v[i][j + w] = v[w];
+    }
+  }
+}
+
+// S (16 heads, 16 rows) = Q C^T; then down its columns. Pages hold a multiple of 16 rows in F16 of kIndexTileElements,
+// 16-byte aligned. Grid (rows in groups of 16 for each wave, or fewer blocks, rows of the turn).
+APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
+  constexpr u32 waves = kIndexThreads / kWaveSize, d = kIndexTileElements, steps = d / 32;
+  const u32 t = a.first + block_id_y();
+  if (t >= a.step.counts->rows) return;
+  const u32 n = rows_seen(a, t);
+  if (n <= a.k || block_id() * waves * kIndexTileRows >= n) return;
+  u16 *q = reinterpret_cast<u16 *>(dynamic_shared()); // (padded, kIndexTileStride)
+  float *weights = reinterpret_cast<float *>(q + a.padded * kIndexTileStride);
+  const u16 *from = a.tiles + u64(t) * a.padded * d;
+  for (u32 u = thread_id(); u < a.padded * (d / 8); u += kIndexThreads)
+    store16(q + u / (d / 8) * kIndexTileStride + u % (d / 8) * 8, load16(from + u * 8));
+  for (u32 h = thread_id(); h < a.padded; h += kIndexThreads) weights[h] = a.scaled[u64(t) * a.padded + h];
+  block_sync();
+  const u32 *table = page_table(a.step, a.step.rows[t].sequence, a.rows.group);
+  float *scores = a.scores + u64(block_id_y()) * a.most;
+  const u32 stride = grid_size() * waves * kIndexTileRows;
+  for (u32 r = (block_id() * waves + wave_uniform(wave_id())) * kIndexTileRows; r < n; r += stride) {
+    const u32 page = wave_uniform(table[r / a.rows.page_rows]);
+    const u16 *rows = reinterpret_cast<const u16 *>(page_part(a.rows, page, 0)) + r % a.rows.page_rows * d;
+    TileLines lines[steps];
+#pragma unroll
+    for (u32 s = 0; s < steps; ++s) load_line(lines[s], rows + 32 * s, d);
+    TileB b[steps][2];
+#pragma unroll
+    for (u32 s = 0; s < steps; ++s) tile_lines_b(b[s], lines[s]);
+    float sum[kTileOwn] = {};
+#pragma unroll 1
+    for (u32 h = 0; h < a.padded; h += 16) {
+      TileC c;
+      tile_zero(c);
+#pragma unroll
+      for (u32 s = 0; s < steps; ++s) {
+        TileLines heads;
+        load_line_shared(heads, q + h * kIndexTileStride + 32 * s, kIndexTileStride);
+        TileA x[2];
+        tile_lines_a(x, heads);
+        tile_multiply(c, x[0], b[s][0]);
+        tile_multiply(c, x[1], b[s][1]);
+      }
+#pragma unroll
+      for (u32 i = 0; i < kTileRegisters; ++i)
+        sum[tile_own(i)] = fma_f32(weights[h + tile_row(i)], positive(c.v[i]), sum[tile_own(i)]);
+    }
+#pragma unroll
+    for (u32 j = 0; j < kTileOwn; ++j) {
+      const float all = tile_column_sum(sum[j]);
+      const u32 row = r + tile_own_column(j);
+      if (tile_row(0) == 0 && row < n) scores[row] = score_of(all, a.scale);
+    }
+  }
+}
+
+constexpr u32 kAnyType = ~0u; // known at run time, or pages that are not 16-byte aligned, or rows not of whole eights
+
+// Four elements of a row from m on, m a multiple of 4; zero from d on.
+template <u32 Type> APU_DEVICE void load_four(u32 type, const u8 *part, u32 r, u32 m, u32 d, float *v) {
+  if constexpr (Type == kF32) {
+    const u32x4 x = load16(part + (u64(r) * d + m) * 4);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = bits_to_float(x[i]);
+  } else if constexpr (Type == kF16) {
+    const u32x2 x = *global_pointer<const u32x2>(u64(part) + (u64(r) * d + m) * 2);
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = half_to_float(x[i / 2] >> 16 * (i % 2) & 0xffffu);
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = m + i < d ? load_element<false>(type, part, r, m + i, d) : 0.0f;
+  }
+}
+
+// Grid (compressed rows in groups of threads, rows of the turn).
+template <u32 Type> APU_DEVICE void index_scores(const IndexArgs &a) {
+  const u32 t = a.first + block_id_y();
+  if (t >= a.step.counts->rows) return;
+  const u32 n = rows_seen(a, t), d = a.rows.head_size, whole = (d + 3) / 4 * 4;
+  if (n <= a.k || block_id() * kIndexFmaThreads >= n) return;
+  float *q = reinterpret_cast<float *>(dynamic_shared()); // (heads at a time, whole)
+  const u32 *table = page_table(a.step, a.step.rows[t].sequence, a.rows.group);
+  const u32 r = block_id() * kIndexFmaThreads + thread_id(), row = r < n ? r : n - 1;
+  const u8 *part = page_part(a.rows, table[row / a.rows.page_rows], 0);
+  const u32 place = row % a.rows.page_rows;
+  float sum = 0.0f;
+  for (u32 h = 0; h < a.heads; h += kIndexFmaHeads) {
+    const u32 count = a.heads - h < kIndexFmaHeads ? a.heads - h : kIndexFmaHeads;
+    block_sync();
+    for (u32 u = thread_id(); u < kIndexFmaHeads * whole; u += kIndexFmaThreads) {
+      const u32 i = u / whole, m = u % whole;
+      q[u] = i < count && m < d ? a.q[(u64(t) * a.heads + h + i) * d + m] : 0.0f;
+    }
+    block_sync();
+    float dot[kIndexFmaHeads] = {};
+#pragma unroll 2
+    for (u32 m = 0; m < d; m += 4) {
+      float v[4];
+      load_four<Type>(a.rows.dtype, part, place, m, d, v);
+#pragma unroll
+      for (u32 i = 0; i < kIndexFmaHeads; ++i) {
+        const f32x4 x = *reinterpret_cast<const f32x4 *>(q + i * whole + m);
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) dot[i] = fma_f32(x[e], v[e], dot[i]);
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < kIndexFmaHeads; ++i)
+      if (i < count) sum = fma_f32(a.weights[u64(t) * a.heads + h + i], positive(dot[i]), sum);
+  }
+  if (r < n) a.scores[u64(block_id_y()) * a.most + r] = score_of(sum, a.scale);
+}
+
+APU_KERNEL(kIndexFmaThreads) void index_scores_f32(IndexArgs a) {
+  index_scores<kF32>(a);
+}
+APU_KERNEL(kIndexFmaThreads) void index_scores_f16(IndexArgs a) {
+  index_scores<kF16>(a);
+}
+APU_KERNEL(kIndexFmaThreads) void index_scores_any(IndexArgs a) {
+  index_scores<kAnyType>(a);
+}
+
+// Grid (rows of the turn).
+APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
+  APU_SHARED SelectShared s;
+  const u32 t = a.first + block_id();
+  if (t >= a.step.counts->rows) return;
+  const u32 n = rows_seen(a, t), count = n < a.k ? n : a.k;
+  i32 *ids = a.ids + u64(t) * a.k;
+  if (n <= a.k) {
+    for (u32 i = thread_id(); i < a.k; i += kFinishThreads) ids[i] = i < count ? i32(i) : -1;
+    return;
+  }
+  const float *scores = a.scores + u64(block_id()) * a.most;
+  const View view = {scores, n, nullptr, (n + kCell - 1) / kCell, 0};
+  const Selected least = select(
+      view, [](float x, u32) { return ordered(x); }, [](float, u32) { return u64(1); },
+      [count](u64) { return u64(count); }, s);
+  const u32 ties = count - u32(least.above); // of those at the key, the first
+  // A thread's run of rows; how many before it are above the key, and at it.
+  const u32 run = (n + kFinishThreads - 1) / kFinishThreads, begin = thread_id() * run;
+  u64 mine = 0, total;
+  for (u32 i = begin; i < begin + run && i < n; ++i) {
+    const u32 key = ordered(scores[i]);
+    mine += key > least.key ? u64(1) << 32 : key == least.key;
+  }
+  const u64 before = block_scan(mine, s.wave_totals, total);
+  u32 above = u32(before >> 32), at = u32(before);
+  for (u32 i = begin; i < begin + run && i < n; ++i) {
+    const u32 key = ordered(scores[i]);
+    if (key < least.key) continue;
+    if (key > least.key || at < ties) ids[above + (at < ties ? at : ties)] = i32(i);
+    key > least.key ? ++above : ++at;
+  }
+}
+
+} // namespace apu::gpu
