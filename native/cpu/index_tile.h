@@ -65,6 +65,7 @@ template <class V> bool index_row(const float *x, uint32_t d, uint8_t *numbers, 
 // The scores of NR rows.
 template <class V, uint32_t NR>
 APU_INLINE_TILE void score_rows(const IndexQuery &q, const IndexRows &rows, uint32_t row, uint32_t d, float *scores) {
+  static_assert(kIndexTile == 16);
   constexpr uint32_t parts = kIndexTile / V::W;
   const uint32_t groups = d / kBlock;
   const uint8_t *numbers = rows.numbers + size_t(row) * d;
@@ -98,9 +99,9 @@ APU_INLINE_TILE void score_rows(const IndexQuery &q, const IndexRows &rows, uint
   for (uint32_t i = 0; i < NR; ++i) {
     alignas(64) float lanes[kIndexTile];
     for (uint32_t p = 0; p < parts; ++p) V::store(lanes + p * V::W, total[i * parts + p]);
-    for (uint32_t step = kIndexTile / 2; step; step /= 2)
-      for (uint32_t l = 0; l < step; ++l) lanes[l] += lanes[l + step];
-    scores[i] = lanes[0];
+    for (uint32_t l = 0; l < 8; ++l) lanes[l] += lanes[l + 8];
+    for (uint32_t l = 0; l < 4; ++l) lanes[l] += lanes[l + 4];
+    scores[i] = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
   }
 }
 
