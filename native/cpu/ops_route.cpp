@@ -1,8 +1,8 @@
 // ROUTE: which experts a row goes to, and with what weight.
 //
 // The products with the router's rows come first, split by its rows (few rows: a router is a megabyte) or by tiles of
-// both; then each row is scored and chooses its k best. A row's scores depend on nothing but the row, and of equal
-// scores the lowest id wins, so that a row takes the same experts in any batch.
+// both, and scored there unless a score depends on the others; then each row chooses its k best. A row's scores depend
+// on nothing but the row, and of equal scores the lowest id wins, so that a row takes the same experts in any batch.
 #include "cpu/matrix_product.h"
 
 #include <cmath>
@@ -101,16 +101,14 @@ private:
     for_segments(router_, begin, end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
       kernels.matmul_float(matrix, in.x + size_t(t) * d_, d_, rows, first, last, y + at, experts_, work);
     });
+    for (uint32_t i = 0; i < rows && score_ != APU_SCORE_SOFTMAX; ++i) score(y + size_t(i) * experts_, end - begin);
   }
 
-  void score(const KernelTable &kernels, float *scores) const {
-    if (score_ == APU_SCORE_SOFTMAX) {
-      const float sum = kernels.exp_sum(scores, kernels.max(scores, experts_), experts_);
-      for (uint32_t e = 0; e < experts_; ++e) scores[e] /= sum;
-    } else if (score_ == APU_SCORE_SIGMOID) {
-      for (uint32_t e = 0; e < experts_; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+  void score(float *scores, uint32_t count) const {
+    if (score_ == APU_SCORE_SIGMOID) {
+      for (uint32_t e = 0; e < count; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
     } else {
-      for (uint32_t e = 0; e < experts_; ++e)
+      for (uint32_t e = 0; e < count; ++e)
         scores[e] = std::sqrt(std::max(scores[e], 0.0f) + std::log1p(std::exp(-std::fabs(scores[e]))));
     }
   }
@@ -127,7 +125,10 @@ private:
 
   void choose(Run &run, float *scores, const Choice &c, size_t t) const {
     uint32_t *order = c.order;
-    score(*run.kernels, scores);
+    if (score_ == APU_SCORE_SOFTMAX) {
+      const float sum = run.kernels->exp_sum(scores, run.kernels->max(scores, experts_), experts_);
+      for (uint32_t e = 0; e < experts_; ++e) scores[e] /= sum;
+    }
     if (table_) {
       const int32_t token = run.token(run.step.rows[t]); // without one EMBED has failed the step
       std::memcpy(order, row_address(*table_, uint64_t(std::max(token, 0))), k_ * sizeof(uint32_t));

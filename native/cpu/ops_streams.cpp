@@ -2,9 +2,9 @@
 // their weighted sum and gives back to each, while they mix by a doubly stochastic matrix (arXiv 2512.24880).
 //
 // The products that the weights come from are split by matrix rows (few rows: the matrix is most of a megabyte) or by
-// tiles of both; dividing by the rms follows them, so that the streams are read as they are. The mix is S x S numbers:
-// a row's are made where its sum is. Giving back splits by blocks of elements, of which all streams are read before
-// any is written.
+// tiles of both; dividing by the rms, whose squares are summed beside them, follows, so that the streams are read as
+// they are. The sum splits by blocks of elements, each of which makes its weights for itself; the first one makes the
+// mix, S x S numbers. Giving back splits by such blocks too, of which all streams are read before any is written.
 #include "cpu/matrix_product.h"
 
 #include <cmath>
@@ -27,26 +27,32 @@ public:
       : w_(*b.info().tensor(op.w[0])), in_(b.scratch(op.in[0])), out_(b.scratch(op.out[0])), mix_(b.scratch(op.out[1])),
         scale_(b.vector(op.w[1])), offset_(b.vector(op.w[2])), eps_(op.f[0]), floor_(op.f[1]),
         streams_(uint32_t(op.i[0])), iterations_(uint32_t(op.i[1])), n_(uint32_t(w_.rows)), k_(uint32_t(w_.inner)),
-        work_bytes_(b.kernels().work_bytes(k_)) {
+        work_bytes_(b.kernels().work_bytes(k_)), max_rows_(b.info().max_rows) {
     Workspace &ws = b.workspace;
-    ws.score_bytes = std::max(ws.score_bytes, b.info().max_rows * size_t(n_) * sizeof(float));
-    ws.worker_bytes = std::max(ws.worker_bytes, aligned(work_bytes_) + aligned(n_ * sizeof(float)));
+    ws.score_bytes = std::max(ws.score_bytes,
+                              aligned(max_rows_ * n_ * sizeof(float)) + aligned(max_rows_ * streams_ * sizeof(double)));
+    ws.worker_bytes = std::max(ws.worker_bytes, aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
     const uint32_t rows = uint32_t(run.step.rows.size());
-    Bump scratch = run.scratch(worker);
-    void *work = scratch.bytes(work_bytes_);
-    float *weights = scratch.take<float>(n_), *products = run.workspace->score; // (T, n)
+    Bump shared(reinterpret_cast<uint8_t *>(run.workspace->score));
+    const Call c{shared.take<float>(max_rows_ * n_), shared.take<double>(max_rows_ * streams_)};
+    void *work = run.scratch(worker).bytes(work_bytes_);
     {
       const uint32_t unit = rows < kManyRows ? kFewUnit : kWideUnit, across = (n_ + unit - 1) / unit;
-      Split split(worker, (rows + kTileRows - 1) / kTileRows * across, 1);
+      const uint32_t tiles = (rows + kTileRows - 1) / kTileRows * across;
+      Split split(worker, tiles + rows * streams_, 1);
       for (uint32_t at, end; split.next(at, end);) {
         if (run.stopping()) break;
         for (; at < end; ++at) {
+          if (at >= tiles) {
+            c.squares[at - tiles] = squares(in_ + size_t(at - tiles) * (k_ / streams_));
+            continue;
+          }
           const uint32_t t = at / across * kTileRows, begin = at % across * unit;
           const uint32_t count = std::min(kTileRows, rows - t);
-          float *y = products + size_t(t) * n_ + begin;
+          float *y = c.products + size_t(t) * n_ + begin;
           for_segments(w_, begin, std::min(begin + unit, n_),
                        [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t skip) {
                          run.kernels->matmul_float(matrix, in_ + size_t(t) * k_, k_, count, first, last, y + skip, n_,
@@ -56,43 +62,61 @@ public:
       }
       worker.barrier();
     }
-    Split split(worker, rows, 1);
-    for (uint32_t t, end; split.next(t, end);)
-      for (; t < end; ++t) {
+    const uint32_t across = (k_ / streams_ + kBlock - 1) / kBlock;
+    Split split(worker, rows * across, 1);
+    for (uint32_t u, end; split.next(u, end);)
+      for (; u < end; ++u) {
         if (run.stopping()) return;
-        finish(products + size_t(t) * n_, weights, t);
+        finish(c, u / across, u % across * kBlock);
       }
   }
 
   uint64_t work(const StepCopy &step) const override { return step.rows.size() * n_ * k_; }
 
 private:
-  void finish(const float *products, float *w, size_t t) const {
-    const float *x = in_ + t * k_;
+  struct Call {
+    float *products; // (T, n)
+    double *squares; // (T, S) sums
+  };
+
+  double squares(const float *x) const { // of one stream
+    const uint32_t d = k_ / streams_;
     float lanes[16] = {};
     uint32_t i = 0;
-    for (; i + 16 <= k_; i += 16)
+    for (; i + 16 <= d; i += 16)
       for (uint32_t l = 0; l < 16; ++l) lanes[l] += x[i + l] * x[i + l];
-    for (uint32_t l = 0; i + l < k_; ++l) lanes[l] += x[i + l] * x[i + l];
-    double squares = 0;
-    for (float lane : lanes) squares += double(lane);
-    const float shrink = float(1 / std::sqrt(squares / k_ + double(eps_)));
-    const uint32_t s = streams_, d = k_ / s;
-    for (uint32_t n = 0; n < n_; ++n) w[n] = products[n] * shrink * scale_[n < s ? 0 : n < 2 * s ? 1 : 2] + offset_[n];
+    for (uint32_t l = 0; i + l < d; ++l) lanes[l] += x[i + l] * x[i + l];
+    double sum = 0;
+    for (float lane : lanes) sum += double(lane);
+    return sum;
+  }
+
+  // Elements [begin, begin + kBlock) of a row.
+  void finish(const Call &c, size_t t, uint32_t begin) const {
+    const uint32_t s = streams_, d = k_ / s, end = std::min(begin + kBlock, d);
+    double sum = 0;
+    for (uint32_t j = 0; j < s; ++j) sum += c.squares[t * s + j];
+    const float shrink = float(1 / std::sqrt(sum / k_ + double(eps_)));
+    const auto number = [&](uint32_t n) {
+      return c.products[t * n_ + n] * shrink * scale_[n < s ? 0 : n < 2 * s ? 1 : 2] + offset_[n];
+    };
+    const float *x = in_ + t * k_;
     float *out = out_ + t * d;
-    std::memset(out, 0, d * sizeof(float));
+    std::fill(out + begin, out + end, 0.0f);
     for (uint32_t j = 0; j < s; ++j) {
-      const float weight = sigmoid(w[j]) + floor_, *from = x + size_t(j) * d;
-      for (uint32_t m = 0; m < d; ++m) out[m] += weight * from[m];
+      const float weight = sigmoid(number(j)) + floor_, *from = x + size_t(j) * d;
+      for (uint32_t m = begin; m < end; ++m) out[m] += weight * from[m];
     }
-    if (!mix_) return;
+    if (!mix_ || begin > 0) return;
     float *post = mix_ + t * (s + s * s), *mix = post + s;
-    for (uint32_t j = 0; j < s; ++j) post[j] = 2 * sigmoid(w[s + j]);
+    for (uint32_t j = 0; j < s; ++j) post[j] = 2 * sigmoid(number(s + j));
     for (uint32_t j = 0; j < s; ++j) {
-      const float *row = w + 2 * s + j * s, max = *std::max_element(row, row + s);
-      float sum = 0;
-      for (uint32_t m = 0; m < s; ++m) sum += mix[j * s + m] = std::exp(row[m] - max);
-      for (uint32_t m = 0; m < s; ++m) mix[j * s + m] = mix[j * s + m] / sum + floor_;
+      float *row = mix + j * s;
+      for (uint32_t m = 0; m < s; ++m) row[m] = number(2 * s + j * s + m);
+      const float max = *std::max_element(row, row + s);
+      float total = 0;
+      for (uint32_t m = 0; m < s; ++m) total += row[m] = std::exp(row[m] - max);
+      for (uint32_t m = 0; m < s; ++m) row[m] = row[m] / total + floor_;
     }
     for (uint32_t iteration = 0; iteration < iterations_; ++iteration) {
       if (iteration) divide(mix, s, 1);
@@ -118,6 +142,7 @@ private:
   uint32_t streams_, iterations_; // S
   uint32_t n_, k_;                // k = S*D
   size_t work_bytes_;
+  size_t max_rows_;
 };
 
 class StreamsOut final : public Op {
