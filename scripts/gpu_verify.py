@@ -46,8 +46,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("smollm2-135m-instruct", "gemma3-270m")  # of the catalog
 TEXT = ROOT / "tests" / "data" / "prose.txt"
 TESTS = (
-    "test_kernel_api.py", "test_plan_ops.py", "test_plan_models.py", "test_latent_on_gpu.py", "test_submissions.py",
-    "test_step_kernels.py", "test_memory_on_gpu.py",
+    "test_kernel_api.py", "test_plan_ops.py", "test_plan_models.py", "test_latent_on_gpu.py", "test_streams_on_gpu.py",
+    "test_compress_on_gpu.py", "test_index_on_gpu.py", "test_sparse_attention_on_gpu.py", "test_deepseek4_on_gpu.py",
+    "test_submissions.py", "test_step_kernels.py", "test_memory_on_gpu.py",
 )  # fmt: skip
 FULL, QUICK = (256, 200), (64, 40)  # tokens read, tokens generated
 MOST_KL = 1e-4

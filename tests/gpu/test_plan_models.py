@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from apu_engine._native import Device, lib
 from apu_engine.plan import SAMPLE
-from models import TinyModel, tiny_deepseek2_gguf, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf, write
+from models import (
+    TinyModel,
+    tiny_deepseek2_gguf,
+    tiny_deepseek4_gguf,
+    tiny_gemma3_gguf,
+    tiny_llama_gguf,
+    tiny_qwen3_gguf,
+    write,
+)
 
 TOLERANCE = 1e-4
 IDS = np.random.default_rng(5).integers(0, 320, 64).tolist()
@@ -32,6 +40,7 @@ MODELS: dict[str, tuple[Callable[..., TinyModel], dict[str, Any], Callable[..., 
         {"q_rank": 0, "groups": 4, "groups_used": 2, "experts": 16},
         reference.deepseek,
     ),
+    "deepseek4": (tiny_deepseek4_gguf, {"ratios": (0, 4, 128)}, reference.deepseek4),
 }
 
 
