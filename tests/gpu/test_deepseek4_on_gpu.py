@@ -21,7 +21,11 @@ IDS = np.random.default_rng(14).integers(0, 320, 150).tolist()
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_k": 9, "ratios": (4, 128, 4)}, {"ratios": (128, 0, 4), "streams": 2, "H": 6, "groups": 3, "limit": 0.5}],
+    [
+        {"ratios": (0, 4, 128)},
+        {"top_k": 9, "ratios": (4, 128, 4)},
+        {"ratios": (128, 0, 4), "streams": 2, "H": 6, "groups": 3, "limit": 0.5},
+    ],
     ids=["all", "chosen", "other-sizes"],
 )
 def test_decodes_as_the_cpu_does(tmp_path: Path, device: Device, gpu: Device, options: dict[str, Any]) -> None:
@@ -76,12 +80,12 @@ def test_sequences_go_on_exactly_from_the_middle_of_a_compression(tmp_path: Path
 
 def test_rounded_rows_are_the_cpus(tmp_path: Path, device: Device, gpu: Device) -> None:
     """Rows of F16, rounded to E4M3 and FP4: single elements may round to the other side, so on average."""
-    tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", top_k=37)
+    tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", ratios=(4, 128), top_k=37)
     found = []
     for target, kv_type in ((device, "f32"), (device, "f16"), (gpu, "f16")):
         with running(tiny.path, target, kv_type=kv_type) as model:
             found.append(model.prefill(IDS))
     plain, expected, other = found
     rounding = np.abs(expected - plain).mean()
-    assert rounding > 0.01
+    assert rounding > 0.005
     assert np.abs(other - expected).mean() < 0.15 * rounding
