@@ -54,6 +54,11 @@ class Op {
 public:
   virtual ~Op() = default;
   virtual void launch(Launcher &launcher, const Bucket &bucket) const = 0;
+  // This op and the one behind it in one launch, with the bits of two. False, and nothing launched, where that cannot
+  // be.
+  virtual bool launch_with(const Op & /*next*/, Launcher & /*launcher*/, const Bucket & /*bucket*/) const {
+    return false;
+  }
 };
 
 // What makers draw on. Failures (an unknown kernel, no memory) are kept by the builder and end apu_plan_create.

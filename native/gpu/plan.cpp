@@ -315,6 +315,10 @@ void Plan::launch_ops(StreamLauncher &launcher, const GraphKey &key, const std::
   for (uint32_t i = key.first; i < key.last; ++i) {
     const apu_op &op = info.ops[i];
     launcher.op = i;
+    if (i + 1 < key.last && !clocks && ops_[i]->launch_with(*ops_[i + 1], launcher, key.bucket)) {
+      ++i;
+      continue;
+    }
     if (!of_outputs_[i] || key.bucket.outputs) {
       ops_[i]->launch(launcher, key.bucket);
       if (op.kind == APU_OP_SAMPLE && (key.copies & APU_OUT_LOGITS))

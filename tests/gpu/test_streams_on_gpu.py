@@ -9,11 +9,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hip_double import HipDouble
 from numpy.typing import NDArray
 from rig import NONE, Rig, Step
 from test_plan_ops import MOST, ROWS, close, compare, quantized, random, step_of
 
-from apu_engine._native import Device, lib
+from apu_engine._native import Device, DeviceError, lib
 
 EPS = 1e-6
 
@@ -70,15 +71,77 @@ def test_streams_behind_the_last_block(device: Device, gpu: Device, S: int, D: i
 
 @pytest.mark.parametrize(("S", "D", "kind"), [(4, 512, "F16"), (4, 40, "F32"), (3, 33, "BF16"), (4, 64, "Q8_0")])
 def test_a_row_of_streams_has_the_same_bits_in_any_batch(gpu: Device, S: int, D: int, kind: str) -> None:
+    """Of its class: up to eight rows, and more."""
     rig, tensors = streams(S, D, kind)
     with rig.build(gpu) as plan:
-        plan.run(step_of(MOST))
-        expected = [plan.read(tensor, MOST) for tensor in tensors]
-        for rows in (1, 3, 8, 9, 17):
-            for first in (0, 20):
-                plan.run(Step().sequence(range(first, first + rows)))
-                for tensor, whole in zip(tensors, expected, strict=True):
-                    assert np.array_equal(plan.read(tensor, rows), whole[first : first + rows])
+        for most, counts in ((8, (1, 3, 7)), (MOST, (9, 17))):
+            plan.run(step_of(most))
+            expected = [plan.read(tensor, most) for tensor in tensors]
+            for rows in counts:
+                for first in (0, most - rows):
+                    plan.run(Step().sequence(range(first, first + rows)))
+                    for tensor, whole in zip(tensors, expected, strict=True):
+                        assert np.array_equal(plan.read(tensor, rows), whole[first : first + rows])
+
+
+def blocks(D: int, kind: str, layers: int = 3) -> tuple[Rig, list[int]]:
+    """Blocks of four streams, each of which makes a norm of its input, and the sum of the streams behind them."""
+    rig = Rig(rows=MOST)
+    x = rig.input(random(64, 4 * D), "x")
+    number = gguf.GGMLQuantizationType[kind]
+    tensors = [x]
+
+    def weights(name: str, n: int, seed: int) -> list[int]:
+        fn = gguf.quants.quantize(random(n, 4 * D, seed=seed) * np.float32((4 * D) ** -0.5), number)
+        scale, offset = random(3 if n > 4 else 1, seed=seed + 1), random(n, seed=seed + 2)
+        parts = (("scale", scale), ("offset", offset))
+        fn_id = rig.weight(f"{name} fn", fn, dtype=int(number), shape=(n, 4 * D))
+        return [fn_id, *(rig.weight(f"{name} {part}", data) for part, data in parts)]
+
+    for layer in range(layers):
+        out, mix = rig.scratch(f"out{layer}", D), rig.scratch(f"mix{layer}", 20)
+        w = weights(str(layer), 24, 10 * layer)
+        rig.op(lib.APU_OP_STREAMS_IN, ins=(x,), outs=(out, mix), weights=w, ints=(4, 20), floats=(EPS, 1e-6))
+        rig.op(lib.APU_OP_RMS_NORM, ins=(out,), outs=(out,), floats=(EPS,))
+        rig.op(lib.APU_OP_STREAMS_OUT, ins=(x, out, mix), outs=(x,), ints=(4,))
+        tensors += [out, mix]
+    out = rig.scratch("head", D)
+    w = weights("head", 4, 100)
+    rig.op(lib.APU_OP_STREAMS_IN, ins=(x,), outs=(out,), weights=w, ints=(4,), floats=(EPS, 1e-6))
+    return rig, [*tensors, out]
+
+
+@pytest.mark.parametrize(("D", "kind"), [(512, "F16"), (100, "F32"), (33, "F16"), (64, "Q8_0")])
+def test_a_block_closed_and_the_next_opened_in_one_launch(device: Device, gpu: Device, D: int, kind: str) -> None:
+    """The same bits as launch by launch, and those of a row alone."""
+    rig, tensors = blocks(D, kind)
+    other, _ = blocks(D, kind)
+    with rig.build(gpu) as plan, other.build(device) as cpu:
+        for rows in (1, 8, 9):
+            cpu.run(step_of(rows))
+            plan.run(step_of(rows))
+            found = [plan.read(tensor, rows) for tensor in tensors]
+            for tensor, got in zip(tensors, found, strict=True):
+                close(got, cpu.read(tensor, rows), 1e-5)
+            for op in range(len(rig.ops)):
+                plan.run(step_of(rows), op, op + 1)
+            assert all(np.array_equal(plan.read(t, rows), got) for t, got in zip(tensors, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows", "whole"),
+    [("joined_f16", 1, True), ("joined_f16", 8, True), ("f16", 2, False), ("f16_many", 9, True)],
+)
+def test_which_kernel_opens_a_block(hip: HipDouble, hip_device: Device, kernel: str, rows: int, whole: bool) -> None:
+    rig, _ = blocks(64, "F16", layers=2)
+    rig.limits["flags"] = lib.APU_PLAN_NO_GRAPH
+    with rig.build(hip_device) as plan:
+        plan.run(step_of(rows), 0, 3)
+        hip.set(exception=f"streams_{kernel}")
+        with pytest.raises(DeviceError, match=f"kernel streams_{kernel}: "):
+            plan.run(step_of(rows), 3, len(rig.ops) if whole else 4)
+            plan.run(step_of(rows), 4, len(rig.ops))
+        hip.set()
 
 
 @pytest.mark.parametrize("S", [3, 4])

@@ -1,8 +1,9 @@
 // Arguments of the kernels of hyper-connections (streams.hip), for host and device.
 //
-// The columns of all streams are cut into steps of four a lane and so into parts of kStreamSteps steps of a wave. Of
-// each part a wave makes one sum of a product (a lane adds its columns in order, then a fixed tree over the lanes);
-// parts are added in ascending order. That order depends on S*D alone: a row has the same bits in any batch.
+// Sums over S*D columns are made in parts, which are added in ascending order. Few rows: a part is kStreamPart columns
+// of D in all streams, so that the block that has it can also close the block before it in place. Many rows: it is
+// kStreamSteps steps of a wave, four columns a lane. Within a part a lane adds its columns in order, then a fixed tree
+// goes over the lanes. Neither depends on the number of rows: a row has the same bits in any batch of its class.
 #pragma once
 
 #include "rows.h"
@@ -11,12 +12,23 @@ namespace apu::gpu {
 
 constexpr u32 kStreamThreads = 256;     // of all kernels but streams_*_many
 constexpr u32 kStreamManyThreads = 128; // of streams_*_many
-constexpr u32 kStreamFewRows = 8;       // up to so many rows, the last block of a row's products finishes it
+constexpr u32 kStreamFewRows = 8;       // up to so many rows, the last block of a row's parts finishes it
+constexpr u32 kStreamPart = 64;         // columns of each stream in a part of few rows
 constexpr u32 kStreamManyRows = 8;      // of a block of streams_*_many
 constexpr u32 kStreamManyOutputs = 6;   // rows of the matrix of a wave there; of other kernels one
 constexpr u32 kStreamColumns = 4;       // of a lane
-constexpr u32 kStreamSteps = 8;         // of a part
+constexpr u32 kStreamSteps = 8;         // of a part of many rows
 constexpr u32 kStreamsMost = 16;        // S, as describe() allows
+
+struct StreamsOutArgs {
+  RowCount count;
+  const float *in;   // (T, S, D), may be out
+  const float *made; // (T, D)
+  const float *mix;  // (T, S+S*S)
+  float *out;        // (T, S, D)
+  u32 streams;       // S
+  u32 d;             // D
+};
 
 struct StreamsInArgs {
   RowCount count;
@@ -35,16 +47,7 @@ struct StreamsInArgs {
   u32 finish_columns; // of a block of streams_finish, a multiple of four
   u32 aligned;        // rows of `in` and `out` lie at multiples of 16 bytes, D is a multiple of four
   float eps, floor;
-};
-
-struct StreamsOutArgs {
-  RowCount count;
-  const float *in;   // (T, S, D), may be out
-  const float *made; // (T, D)
-  const float *mix;  // (T, S+S*S)
-  float *out;        // (T, S, D)
-  u32 streams;       // S
-  u32 d;             // D
+  StreamsOutArgs before; // of streams_joined_*: makes `in`, which is its out
 };
 
 } // namespace apu::gpu

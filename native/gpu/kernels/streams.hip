@@ -1,12 +1,13 @@
 // STREAMS_IN and STREAMS_OUT: hyper-connections (arXiv 2512.24880).
 //
-// streams_* make the products that a block's weights come from, in float, and the sum of squares beside them; dividing
-// by the rms follows, so that the streams are read as they are. A wave has one row of the matrix (few rows) or six
-// (tiles of eight rows, from which both matrix and streams come from cache). With few rows the last block of a row
-// finishes it: one wave mixes while the others add the streams up; a layer of a decode step waits once. With many rows
-// streams_finish follows, whose blocks share a row's columns. The mix is kept as the scales of rows and columns of
-// what the iterations began with: for four streams all of it is in each lane's registers and no lane waits for another.
-// Bytes moved: the matrix for each row, or tile of rows, and twice the streams; STREAMS_OUT 4 (2 S + 1) D bytes a row.
+// Products with the streams are made in float, and the sum of squares beside them; dividing by the rms follows, so that
+// the streams are read as they are. Few rows: a block has a part of the columns in all streams, and the last block of a
+// row finishes it: one wave mixes while the others add the streams up. streams_joined_* close the block before as well,
+// each its own columns: a layer of a decode step waits twice for hyper-connections. Many rows: streams_*_many reads
+// tiles of eight rows, streams_finish follows, whose blocks share a row's columns. The mix is kept as the scales of
+// rows and columns of what the iterations began with: for four streams all of it is in each lane's registers and no
+// lane waits for another. Bytes moved: the matrix for each row, or tile of rows, and twice the streams; STREAMS_OUT 4
+// (2 S + 1) D bytes a row.
 #include "dequantize.h"
 #include "matrix.h"
 #include "row_count.h"
@@ -14,17 +15,20 @@
 
 using namespace apu::gpu;
 
-constexpr u32 kPartColumns = kStreamSteps * kStreamColumns * kWaveSize;
-
 struct Columns4 {
   float v[kStreamColumns];
 };
-APU_DEVICE Columns4 load_columns(const void *p) {
-  const u32x4 bits = load16(p);
+APU_DEVICE Columns4 columns_of(u32x4 bits) {
   return {{bits_to_float(bits.x), bits_to_float(bits.y), bits_to_float(bits.z), bits_to_float(bits.w)}};
 }
+APU_DEVICE u32x4 bits_of(const Columns4 &c) {
+  return {float_to_bits(c.v[0]), float_to_bits(c.v[1]), float_to_bits(c.v[2]), float_to_bits(c.v[3])};
+}
+APU_DEVICE Columns4 load_columns(const void *p) {
+  return columns_of(load16(p));
+}
 APU_DEVICE void store_columns(float *p, const Columns4 &c) {
-  store16(p, u32x4{float_to_bits(c.v[0]), float_to_bits(c.v[1]), float_to_bits(c.v[2]), float_to_bits(c.v[3])});
+  store16(p, bits_of(c));
 }
 
 // Four columns of a matrix row, or of an input. The first two want rows at multiples of four columns' bytes, and K a
@@ -64,51 +68,43 @@ struct AnyColumns { // of any type at any address
   }
 };
 
-// Sums of one part for `Rows` rows from block_id_y() * Rows on, `Outputs` rows of the matrix a wave; Batch steps are
-// under way at a time. Grid: parts times groups of outputs. False where no row counts, which of a single row is looked
-// at last: memory holds the rows of every bucket.
-template <class Columns, u32 Rows, u32 Outputs, u32 Batch>
-APU_DEVICE bool sum_products(const StreamsInArgs &a, u32 waves) {
-  const u32 rows = count_rows(a.count), t0 = block_id_y() * Rows, all = a.w.rows, k = a.w.k;
-  if (Rows > 1 && t0 >= rows) return false;
+// Sums of one part for a tile of rows, `Outputs` rows of the matrix a wave. Grid (parts times groups of outputs,
+// tiles).
+template <class Columns, u32 Outputs> APU_DEVICE void sum_products(const StreamsInArgs &a) {
+  constexpr u32 waves = kStreamManyThreads / kWaveSize, R = kStreamManyRows;
+  const u32 rows = count_rows(a.count), t0 = block_id_y() * R, all = a.w.rows, k = a.w.k;
+  if (t0 >= rows) return;
   const u32 part = block_id() % a.parts, n0 = (block_id() / a.parts * waves + wave_uniform(wave_id())) * Outputs;
-  if (n0 >= all) return t0 < rows;
+  if (n0 >= all) return;
   const u8 *w[Outputs];
-  const float *x[Rows];
+  const float *x[R];
 #pragma unroll
   for (u32 o = 0; o < Outputs; ++o) w[o] = matrix_row(a.w, n0 + o < all ? n0 + o : all - 1);
 #pragma unroll
-  for (u32 r = 0; r < Rows; ++r) x[r] = a.in + u64(Rows == 1 || t0 + r < rows ? t0 + r : rows - 1) * k;
+  for (u32 r = 0; r < R; ++r) x[r] = a.in + u64(t0 + r < rows ? t0 + r : rows - 1) * k;
 
-  float sum[Outputs][Rows] = {}, squares[Rows] = {};
-  const u32 begin = part * kPartColumns + lane_id() * kStreamColumns, step = kStreamColumns * kWaveSize;
+  float sum[Outputs][R] = {}, squares[R] = {};
+  constexpr u32 step = kStreamColumns * kWaveSize;
+  const u32 begin = part * kStreamSteps * step + lane_id() * kStreamColumns;
+  const u32 end = begin + kStreamSteps * step < k ? begin + kStreamSteps * step : k;
 #pragma unroll 1
-  for (u32 s = 0; s < kStreamSteps; s += Batch) {
-    Columns4 weights[Batch][Outputs], v[Batch][Rows];
+  for (u32 c = begin; c < end; c += step) {
+    Columns4 weights[Outputs], v[R];
 #pragma unroll
-    for (u32 b = 0; b < Batch; ++b) {
-      const u32 c = begin + (s + b) * step, at = c < k ? c : 0; // what is beyond the row counts as zero
+    for (u32 o = 0; o < Outputs; ++o) weights[o] = Columns::weights(a.w, w[o], c);
 #pragma unroll
-      for (u32 o = 0; o < Outputs; ++o) weights[b][o] = Columns::weights(a.w, w[o], at);
+    for (u32 r = 0; r < R; ++r) v[r] = Columns::inputs(x[r], k, c);
 #pragma unroll
-      for (u32 r = 0; r < Rows; ++r) v[b][r] = Columns::inputs(x[r], k, at);
-    }
+    for (u32 r = 0; r < R; ++r) {
 #pragma unroll
-    for (u32 b = 0; b < Batch; ++b) {
-      const bool inside = begin + (s + b) * step < k;
+      for (u32 i = 0; i < kStreamColumns; ++i) {
+        if (n0 == 0) squares[r] = fma_f32(v[r].v[i], v[r].v[i], squares[r]);
 #pragma unroll
-      for (u32 r = 0; r < Rows; ++r) {
-#pragma unroll
-        for (u32 i = 0; i < kStreamColumns; ++i) {
-          const float value = inside ? v[b][r].v[i] : 0.0f;
-          if (Rows == 1 || n0 == 0) squares[r] = fma_f32(value, value, squares[r]);
-#pragma unroll
-          for (u32 o = 0; o < Outputs; ++o) sum[o][r] = fma_f32(value, weights[b][o].v[i], sum[o][r]);
-        }
+        for (u32 o = 0; o < Outputs; ++o) sum[o][r] = fma_f32(v[r].v[i], weights[o].v[i], sum[o][r]);
       }
     }
   }
-  constexpr u32 kLanes = kWaveSize / Rows; // that hold the same row's sum
+  constexpr u32 kLanes = kWaveSize / R; // that hold the same row's sum
   const u32 r = lane_id() / kLanes;
   float *const to = a.sums + (u64(t0 + r) * a.parts + part) * (all + 1);
   const bool writes = lane_id() % kLanes == 0 && t0 + r < rows;
@@ -121,7 +117,131 @@ APU_DEVICE bool sum_products(const StreamsInArgs &a, u32 waves) {
     const float total = wave_sums(squares);
     if (writes) to[all] = total;
   }
-  return t0 < rows;
+}
+
+// Four streams of a part; a thread has four columns of one stream, those that exist.
+struct PartOfFour {
+  static constexpr u32 kThreads = 4 * kStreamPart / kStreamColumns; // that have some
+  u32 stream, column;
+  bool has;
+
+  static APU_METHOD PartOfFour of(u32 part, u32 d) {
+    const u32 at = thread_id() * kStreamColumns, column = part * kStreamPart + at % kStreamPart;
+    return {at / kStreamPart, column, thread_id() < kThreads && column < d};
+  }
+  APU_METHOD Columns4 load(const float *row, u32 d) const {
+    return has ? load_columns(row + u64(stream) * d + column) : Columns4{};
+  }
+  // The stream as STREAMS_OUT makes it.
+  APU_METHOD Columns4 close(const StreamsOutArgs &a, u32 t) const {
+    Columns4 y{};
+    if (!has) return y;
+    const float *const in = a.in + u64(t) * 4 * a.d + column, *const mix = a.mix + u64(t) * 20 + stream;
+    Columns4 x[4];
+    float weight[5];
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) x[j] = load_columns(in + u64(j) * a.d);
+    const Columns4 made = load_columns(a.made + u64(t) * a.d + column);
+#pragma unroll
+    for (u32 j = 0; j < 5; ++j) weight[j] = mix[4 * j];
+#pragma unroll
+    for (u32 i = 0; i < kStreamColumns; ++i) {
+      y.v[i] = weight[0] * made.v[i];
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) y.v[i] = fma_f32(weight[1 + j], x[j].v[i], y.v[i]);
+    }
+    return y;
+  }
+};
+
+// A part of one row of four streams, all of a wave's weights under way at once. Grid (parts, rows). False where the row
+// does not count, which is looked at last: memory holds the rows of every bucket.
+template <class Columns, bool Joined> APU_DEVICE bool sum_part_of_four(const StreamsInArgs &a) {
+  APU_SHARED u32x4 x[PartOfFour::kThreads];
+  constexpr u32 waves = kStreamThreads / kWaveSize, outputs = 24 / waves, step = kStreamColumns * kWaveSize;
+  constexpr u32 steps = 4 * kStreamPart / step;
+  const u32 t = block_id_y(), part = block_id(), all = a.w.rows, d = a.d;
+  const u32 rows = count_rows(a.count), wave = wave_uniform(wave_id()), first = lane_id() * kStreamColumns;
+  Columns4 weights[outputs][steps];
+#pragma unroll
+  for (u32 o = 0; o < outputs; ++o) {
+    const u32 n = wave + o * waves;
+    const u8 *const w = matrix_row(a.w, n < all ? n : all - 1);
+#pragma unroll
+    for (u32 s = 0; s < steps; ++s) {
+      const u32 at = first + s * step, column = part * kStreamPart + at % kStreamPart;
+      weights[o][s] = Columns::weights(a.w, w, column < d ? at / kStreamPart * d + column : 0); // else times zero
+    }
+  }
+  const PartOfFour own = PartOfFour::of(part, d);
+  Columns4 mine;
+  if constexpr (Joined)
+    mine = own.close(a.before, t);
+  else
+    mine = own.load(a.in + u64(t) * 4 * d, d);
+  if (thread_id() < PartOfFour::kThreads) x[thread_id()] = bits_of(mine);
+  block_sync(); // and all have read what is written now
+  if (t >= rows) return false;
+  if (Joined && own.has) store_columns(a.before.out + (u64(t) * 4 + own.stream) * d + own.column, mine);
+  float *const to = a.sums + (u64(t) * a.parts + part) * (all + 1);
+  float sum[outputs] = {}, squares = 0;
+#pragma unroll
+  for (u32 s = 0; s < steps; ++s) {
+    const Columns4 v = columns_of(x[lane_id() + s * kWaveSize]);
+#pragma unroll
+    for (u32 i = 0; i < kStreamColumns; ++i) {
+      squares = fma_f32(v.v[i], v.v[i], squares);
+#pragma unroll
+      for (u32 o = 0; o < outputs; ++o) sum[o] = fma_f32(v.v[i], weights[o][s].v[i], sum[o]);
+    }
+  }
+#pragma unroll
+  for (u32 o = 0; o < outputs; ++o) {
+    const float total = wave_sum(sum[o]);
+    const u32 n = wave + o * waves;
+    if (lane_id() == 0 && n < all) to[n] = total;
+  }
+  if (wave == waves - 1) {
+    squares = wave_sum(squares);
+    if (lane_id() == 0) to[all] = squares;
+  }
+  return true;
+}
+
+// The same of any number of streams and any matrix.
+APU_DEVICE bool sum_part(const StreamsInArgs &a) {
+  APU_SHARED float x[kStreamsMost * kStreamPart];
+  constexpr u32 waves = kStreamThreads / kWaveSize;
+  const u32 t = block_id_y(), part = block_id(), all = a.w.rows, d = a.d, s = a.streams;
+  if (t >= count_rows(a.count)) return false;
+  for (u32 i = thread_id(); i < s * kStreamPart; i += kStreamThreads) {
+    const u32 column = part * kStreamPart + i % kStreamPart;
+    x[i] = column < d ? a.in[(u64(t) * s + i / kStreamPart) * d + column] : 0.0f;
+  }
+  block_sync();
+  float *const to = a.sums + (u64(t) * a.parts + part) * (all + 1);
+  for (u32 n = wave_uniform(wave_id()); n <= all; n += waves) {
+    const u8 *const w = matrix_row(a.w, n < all ? n : 0);
+    float sum = 0;
+    for (u32 i = lane_id() * 16; i < s * kStreamPart; i += kWaveSize * 16) { // sixteen columns of one stream
+      const u32 column = part * kStreamPart + i % kStreamPart, begin = i / kStreamPart * d + column;
+      const u32 end = column < d ? begin + (d - column < 16 ? d - column : 16) : begin;
+      for (u32 g = begin / 16; 16 * g < end; ++g) { // of the matrix, which need not begin where they do
+        float v[16];
+        dequantize_any16(a.w.type, w, a.w.k, g, v);
+#pragma unroll
+        for (u32 c = 0; c < 16; ++c) {
+          const u32 at = 16 * g + c;
+          if (at < begin || at >= end) continue;
+          const float value = x[i + at - begin];
+          sum = fma_f32(value, n < all ? v[c] : value, sum);
+        }
+      }
+    }
+    sum = wave_sum(sum);
+    if (lane_id() == 0) to[n] = sum;
+  }
+  return true;
 }
 
 APU_DEVICE float sigmoid(float x) {
@@ -130,7 +250,8 @@ APU_DEVICE float sigmoid(float x) {
 
 // What all threads of a block know of a row.
 struct RowWeights {
-  float totals[kStreamsMost * (kStreamsMost + 2) + 1]; // of the products, then of the squares
+  float sums[kStreamThreads / kWaveSize][kStreamsMost * (kStreamsMost + 2) + 1]; // of the parts of a wave
+  float totals[kStreamsMost * (kStreamsMost + 2) + 1];                           // products, then the squares
   float input[kStreamsMost];
   float mix[kStreamsMost * kStreamsMost];
   float shrink;
@@ -238,11 +359,21 @@ APU_DEVICE void add_streams(const StreamsInArgs &a, const RowWeights &row, u32 t
 APU_DEVICE void finish_row(const StreamsInArgs &a, u32 t, u32 begin, u32 end) {
   APU_SHARED RowWeights row;
   const u32 s = a.streams, all = a.w.rows;
-  for (u32 n = thread_id(); n <= all; n += kStreamThreads) {
+  constexpr u32 waves = kStreamThreads / kWaveSize;
+  const u32 share = (a.parts + waves - 1) / waves, first = wave_id() * share;
+  const u32 last = first + share < a.parts ? first + share : a.parts;
+  for (u32 n = lane_id(); n <= all; n += kWaveSize) {
     const float *const from = a.sums + u64(t) * a.parts * (all + 1) + n;
     float total = 0;
 #pragma unroll 8
-    for (u32 p = 0; p < a.parts; ++p) total += from[p * (all + 1)];
+    for (u32 p = first; p < last; ++p) total += from[p * (all + 1)];
+    row.sums[wave_id()][n] = total;
+  }
+  block_sync();
+  for (u32 n = thread_id(); n <= all; n += kStreamThreads) {
+    float total = 0;
+#pragma unroll
+    for (u32 w = 0; w < waves; ++w) total += row.sums[w][n];
     row.totals[n] = total;
     if (n == all) row.shrink = 1.0f / sqrt_f32(total / float(a.w.k) + a.eps);
   }
@@ -281,17 +412,26 @@ APU_DEVICE void finish_last(const StreamsInArgs &a) {
   finish_row(a, t, 0, a.d);
 }
 
-#define APU_STREAMS(name, columns, batch, outputs)                                                                     \
-  APU_KERNEL(kStreamThreads) void streams_##name##_few(StreamsInArgs a) {                                              \
-    if (sum_products<columns, 1, 1, batch>(a, kStreamThreads / kWaveSize)) finish_last(a);                             \
+#define APU_STREAMS(name, columns)                                                                                     \
+  APU_KERNEL(kStreamThreads) void streams_##name(StreamsInArgs a) {                                                    \
+    if (sum_part_of_four<columns, false>(a)) finish_last(a);                                                           \
+  }                                                                                                                    \
+  APU_KERNEL(kStreamThreads) void streams_joined_##name(StreamsInArgs a) {                                             \
+    if (sum_part_of_four<columns, true>(a)) finish_last(a);                                                            \
   }                                                                                                                    \
   APU_KERNEL(kStreamManyThreads) void streams_##name##_many(StreamsInArgs a) {                                         \
-    sum_products<columns, kStreamManyRows, outputs, 1>(a, kStreamManyThreads / kWaveSize);                             \
+    sum_products<columns, kStreamManyOutputs>(a);                                                                      \
   }
 
-APU_STREAMS(f16, F16Columns, kStreamSteps, kStreamManyOutputs)
-APU_STREAMS(f32, F32Columns, kStreamSteps, kStreamManyOutputs)
-APU_STREAMS(any, AnyColumns, 1, 1)
+APU_STREAMS(f16, F16Columns)
+APU_STREAMS(f32, F32Columns)
+
+APU_KERNEL(kStreamThreads) void streams_any(StreamsInArgs a) {
+  if (sum_part(a)) finish_last(a);
+}
+APU_KERNEL(kStreamManyThreads) void streams_any_many(StreamsInArgs a) {
+  sum_products<AnyColumns, 1>(a);
+}
 
 // Grid (blocks of a row's columns, rows).
 APU_KERNEL(kStreamThreads) void streams_finish(StreamsInArgs a) {
