@@ -38,12 +38,15 @@ public:
     args_.parts = std::min(kRouteThreads / wave_, d >= 4096 || (d >= 1024 && experts <= 128) ? 8u
                                                   : d >= 2048                                ? 4u
                                                                                              : 2u);
-    const auto aligned = [](const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-    fast_ = args_.router.type == APU_F32 && args_.router.segment_count <= 1 && aligned(args_.router.data) &&
-            args_.router.row_stride % 16 == 0 && aligned(args_.norm) && d % 4 == 0;
+    const auto at = [](const void *p) { return reinterpret_cast<uintptr_t>(p); };
+    const uint32_t bytes = args_.router.type == APU_F32 ? 16 : args_.router.type == APU_F16 ? 8 : 0; // of four columns
+    fast_ = bytes && d % 4 == 0 && at(args_.in) % 16 == 0 && at(args_.norm) % 16 == 0;
+    for (const apu_segment &s : b.info().tensor(op.w[1])->segments)
+      fast_ = fast_ && s.address % bytes == 0 && s.row_stride % bytes == 0;
+    const std::string name = !fast_ ? "any" : bytes == 16 ? "f32" : "f16";
     one_ = experts <= kRouteWaveItems * wave_;
-    few_ = b.kernel(fast_ ? "route_scores_f32" : "route_scores_any");
-    if (in_.rows > kFewRows) many_ = b.kernel(fast_ ? "route_scores_f32_many" : "route_scores_any_many");
+    few_ = b.kernel("route_scores_" + name);
+    if (in_.rows > kFewRows) many_ = b.kernel("route_scores_" + name + "_many");
     choose_ = b.kernel("route_choose");
     b.reserve(Scratch::scores, in_.rows * experts * sizeof(float));
     b.reserve(Scratch::counters, kFewRows * sizeof(uint32_t));
@@ -66,7 +69,7 @@ public:
 private:
   const Tensor &in_; // (T, D)
   uint32_t wave_;
-  bool fast_ = false; // float rows at multiples of 16 bytes
+  bool fast_ = false; // rows at multiples of four columns
   bool one_ = false;  // few enough experts that the last block of products chooses
   Kernel few_, many_, choose_;
   RouteArgs args_{};

@@ -31,7 +31,7 @@ def products(
     """(T, E); the grid covers more rows than there are."""
     n, row_bytes = router.shape
     many = kernel.endswith("many")
-    experts = 4 if kernel == "route_scores_f32_many" else 1
+    experts = 4 if kernel in ("route_scores_f32_many", "route_scores_f16_many") else 1
     matrix = {
         "data": shim.input(router, align=align, padding=16),
         "row_stride": row_bytes,
@@ -67,17 +67,19 @@ def exact(router: Array, x: Array, norm: Array | None) -> Array:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(("d", "experts"), [(4, 3), (128, 9), (768, 33), (1284, 8)])
-def test_products_f32(shims: list[Shim], d: int, experts: int, normed: bool) -> None:
+@pytest.mark.parametrize("dtype", [Q.F32, Q.F16], ids=lambda dtype: dtype.name)
+def test_products_of_aligned_rows(shims: list[Shim], dtype: Q, d: int, experts: int, normed: bool) -> None:
     """Of one row and of many: near the exact ones, and the same bits however many rows there are."""
     rng = np.random.default_rng((d, experts))
-    router = rng.standard_normal((experts, d)).astype(np.float32)
+    router = rng.standard_normal((experts, d)).astype(np.float32 if dtype == Q.F32 else np.float16)
+    name = f"route_scores_{dtype.name.lower()}"
     x = rng.standard_normal((11, d)).astype(np.float32)
     norm = rng.standard_normal(d).astype(np.float32) if normed else None
     want = exact(router, x, norm)
     for shim in shims:
         for parts in (1, 2, THREADS // shim.wave):
-            few = products(shim, "route_scores_f32", Q.F32, router.view(np.uint8), x, norm, parts)
-            many = products(shim, "route_scores_f32_many", Q.F32, router.view(np.uint8), x, norm, parts)
+            few = products(shim, name, dtype, router.view(np.uint8), x, norm, parts)
+            many = products(shim, f"{name}_many", dtype, router.view(np.uint8), x, norm, parts)
             np.testing.assert_allclose(few, want, atol=2e-6 * np.abs(want).max() + 1e-6 * np.sqrt(d))
             assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
 

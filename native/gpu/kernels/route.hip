@@ -23,8 +23,8 @@ APU_DEVICE Floats4 load_floats4(const float *p) {
   return {{bits_to_float(bits[0]), bits_to_float(bits[1]), bits_to_float(bits[2]), bits_to_float(bits[3])}};
 }
 
-// Four columns at a time of rows that are 16-byte aligned float.
-struct AlignedColumns {
+// Four columns at a time of rows at multiples of as many columns' bytes.
+struct F32Columns {
   static constexpr u32 width = 4;
   APU_METHOD static void weights(const Matrix &, const u8 *row, u32 column, float *v) {
     const Floats4 four = load_floats4(reinterpret_cast<const float *>(row) + column);
@@ -33,6 +33,13 @@ struct AlignedColumns {
   }
   APU_METHOD static void inputs(const float *row, u32, u32 column, float *v) {
     weights(Matrix{}, reinterpret_cast<const u8 *>(row), column, v);
+  }
+};
+struct F16Columns : F32Columns {
+  APU_METHOD static void weights(const Matrix &, const u8 *row, u32 column, float *v) {
+    const u32x2 bits = *global_pointer<const u32x2>(reinterpret_cast<u64>(row) + 2 * u64(column));
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) v[i] = half_to_float(bits[i / 2] >> 16 * (i % 2) & 0xffffu);
   }
 };
 // Sixteen at a time of any type at any address.
@@ -316,12 +323,18 @@ APU_DEVICE void choose_last(const RouteArgs &a) {
   choose_of_few(a, row);
 }
 
-// Router F32 with 16-byte aligned rows, D a multiple of 4. Grid (experts, rows).
+// Rows of the router at multiples of four elements, others of four floats. Grid (experts, rows).
 APU_KERNEL(kRouteThreads) void route_scores_f32(RouteArgs a) {
-  if (route_scores<AlignedColumns, 1, 1, 4>(a)) choose_last(a);
+  if (route_scores<F32Columns, 1, 1, 4>(a)) choose_last(a);
 }
 APU_KERNEL(kRouteThreads) void route_scores_f32_many(RouteArgs a) {
-  route_scores<AlignedColumns, kRouteManyRows, kRouteManyExperts, 1>(a);
+  route_scores<F32Columns, kRouteManyRows, kRouteManyExperts, 1>(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_f16(RouteArgs a) {
+  if (route_scores<F16Columns, 1, 1, 4>(a)) choose_last(a);
+}
+APU_KERNEL(kRouteThreads) void route_scores_f16_many(RouteArgs a) {
+  route_scores<F16Columns, kRouteManyRows, kRouteManyExperts, 1>(a);
 }
 APU_KERNEL(kRouteThreads) void route_scores_any(RouteArgs a) {
   if (route_scores<AnyColumns, 1, 1, 1>(a)) choose_last(a);
