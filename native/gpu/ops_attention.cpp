@@ -2,8 +2,8 @@
 //
 // F16 and Q8_0 caches of heads of 32 to 256 go through matrix tiles: sequences with up to kFewRows rows in the step in
 // spans of their contexts, the others in blocks of rows. Everything else goes through FMA, in spans. Which kernel a row
-// meets depends on its own sequence alone, never on the rest of the step. LATENT_ATTENTION goes through FMA, in shorter
-// spans.
+// meets depends on its own sequence alone, never on the rest of the step. LATENT_ATTENTION is alike: F16 and Q8_0 rows
+// of up to 576 elements go through latent tiles, everything else through FMA, in shorter spans.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/ops.h"
 
@@ -17,6 +17,7 @@ constexpr uint32_t kFmaVectors = 8;
 constexpr uint32_t kFmaLds = 48 * 1024;        // chunks of larger heads have fewer vectors
 constexpr uint32_t kBlocksOfUnit = 16;         // of a compute unit: more would not run at once, and they stride
 constexpr uint64_t kMostPartBytes = 64u << 20; // beyond them one block takes all spans of its rows
+constexpr uint32_t kWideHeads = 32;            // of more a block of latent tiles takes 64
 
 struct Lds {
   uint32_t span, rows;
@@ -61,6 +62,7 @@ public:
     args_.group = args_.heads / args_.k_state.heads;
     args_.max_sequences = b.info().max_sequences;
     most_blocks_ = kBlocksOfUnit * std::max(b.props().compute_units, 1u);
+    if (latent_ && choose_latent_tiles(b)) return;
     if (latent_)
       choose_latent(b);
     else
@@ -71,6 +73,7 @@ public:
   void launch(Launcher &launcher, const Bucket &bucket) const override {
     AttentionArgs args = args_;
     args.parts = launcher.scratch_as<float>(Scratch::partial);
+    if (combine_.function) return launch_latent_tiles(launcher, bucket, args);
     args.counters = launcher.scratch_as<u32>(Scratch::counters);
     // Bucket sizes above 8 are less than twice the step's: a single sequence in a larger one has more rows than few.
     if (!rows_.function || args.max_sequences > 1 || bucket.rows <= kFewRows)
@@ -130,15 +133,75 @@ private:
     while (vectors > 1 && bytes(vectors) > kFmaLds) vectors /= 2;
     split(args_, vectors);
     span_threads_ = kFmaThreads, span_lds_ = bytes(vectors);
-    const char *type = c.dtype == APU_F32 ? "f32" : c.dtype == APU_F16 ? "f16" : "q8_0";
-    span_ = b.kernel(std::string("latent_attention_") + (aligned16(c) && d % 8 == 0 ? type : "any"), span_lds_);
+    const bool floats = c.dtype == APU_F32 && aligned16(c) && d % 8 == 0;
+    span_ = b.kernel(floats ? "latent_attention_f32" : "latent_attention_any", span_lds_);
     args_.min_rows = 1;
     args_.max_rows = ~0u;
   }
 
-  static void split(AttentionArgs &args, uint32_t vectors) {
+  // False where they do not serve.
+  bool choose_latent_tiles(Builder &b) {
+    const PagedState &c = args_.k_state;
+    const uint32_t d = c.head_size, dv = args_.v_state.head_size, unit = c.dtype == APU_F16 ? 16 : 32;
+    const bool ring = b.props().bulk_copies && c.dtype == APU_F16;
+    auto lds = [&](uint32_t vectors) { return latent_layout(vectors, ring).bytes; };
+    const uint32_t most = b.props().lds_bytes;
+    if (c.dtype == APU_F32 || !aligned16(c) || d % unit || dv % 16 || d > kLatentKey || dv > kLatentValue) return false;
+    if (lds(16) > most) return false;
+    const std::string name = c.dtype == APU_F16 ? "latent_tiles_f16_" : "latent_tiles_q8_0_";
+    const bool wide = b.props().bulk_copies && lds(64) <= most;
+    auto choose = [&](uint32_t vectors, Kernel &kernel, uint32_t &bytes) {
+      bytes = lds(vectors);
+      kernel = b.kernel(name + std::to_string(vectors), bytes);
+      return vectors;
+    };
+    args_.vectors = choose(wide && args_.heads > kWideHeads ? 64 : 16, span_, span_lds_);
+    rows_vectors_ = choose(wide ? 64 : 16, rows_, rows_lds_);
+    span_threads_ = kLatentWaves * b.props().wave_size;
+    combine_ = b.kernel("latent_combine");
+    split(args_, args_.vectors, 1);
+    args_.min_rows = 1, args_.max_rows = kFewRows;
+    args_.span_rows = 2 * latent_rows(args_.vectors);
+    args_.slot_floats = part_floats(args_.vectors, dv);
+    // So many that a row alone fills the device.
+    const uint32_t blocks = std::max(b.props().lds_of_unit / std::max(span_lds_, 1u), 1u) * b.props().compute_units;
+    args_.most_spans = std::max(blocks / args_.head_chunks, 1u);
+    const uint64_t bytes = uint64_t(latent_spans(b.info().max_positions)) * args_.head_chunks * args_.slot_floats * 4;
+    const uint64_t rows = std::min<uint64_t>(b.info().max_rows, uint64_t(args_.max_sequences) * kFewRows);
+    rows_together_ = uint32_t(std::clamp<uint64_t>(kMostPartBytes / bytes, 1, rows));
+    b.reserve(Scratch::partial, rows_together_ * bytes);
+    return true;
+  }
+
+  uint32_t latent_spans(uint32_t context) const { // of a row, at most
+    const uint32_t window = args_.k_state.window;
+    const uint32_t all = window ? std::min(context, window + kLatentUnit) : context;
+    return std::min(args_.most_spans, (all + args_.span_rows - 1) / args_.span_rows);
+  }
+
+  void launch_latent_tiles(Launcher &launcher, const Bucket &bucket, AttentionArgs &args) const {
+    const uint32_t rows = std::min<uint64_t>(bucket.rows, uint64_t(args.max_sequences) * kFewRows);
+    if (args.max_sequences > 1 || bucket.rows <= kFewRows) {
+      args.spans = latent_spans(bucket.context);
+      for (args.first = 0; args.first < rows; args.first += rows_together_) {
+        const uint32_t some = std::min(rows_together_, rows - args.first);
+        launcher.launch(span_, {some * args.spans, args.head_chunks}, span_threads_, args, span_lds_);
+        if (args.spans > 1)
+          launcher.launch(combine_, {some * args.chunk_heads, args.head_chunks}, kCombineThreads, args);
+      }
+    }
+    if (bucket.rows <= kFewRows) return;
+    split(args, rows_vectors_);
+    args.vectors = rows_vectors_;
+    args.min_rows = kFewRows + 1, args.max_rows = ~0u;
+    args.first = args.spans = 0;
+    const uint32_t chunks = bucket.rows / args.chunk_rows + std::min(args.max_sequences, bucket.rows / kFewRows);
+    launcher.launch(rows_, {chunks, args.head_chunks}, span_threads_, args, rows_lds_);
+  }
+
+  static void split(AttentionArgs &args, uint32_t vectors, uint32_t most_rows = ~0u) {
     args.chunk_heads = std::min(args.group, vectors);
-    args.chunk_rows = vectors / args.chunk_heads;
+    args.chunk_rows = std::min(vectors / args.chunk_heads, most_rows);
     args.row_factor = args.chunk_rows == 1 ? 0 : 65536 / args.chunk_heads + 1;
     args.head_chunks = (args.group + args.chunk_heads - 1) / args.chunk_heads;
   }
@@ -178,8 +241,10 @@ private:
   bool latent_;
   AttentionArgs args_{}; // of the kernel by spans
   Kernel span_, rows_;   // rows_ is null where spans are for all
+  Kernel combine_;       // of latent tiles
   uint32_t span_threads_ = 0, span_lds_ = 0, rows_lds_ = 0;
   uint32_t rows_vectors_ = 0, most_blocks_ = 0;
+  uint32_t rows_together_ = 0; // of latent tiles: rows whose parts there is room for
 };
 
 } // namespace

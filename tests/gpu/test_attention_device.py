@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from shim import Shim
 
 PAGES = 30
+LATENT_SPANS = ("latent_span16", "latent_span64")
+LATENT_TILES = (*LATENT_SPANS, "latent_rows16", "latent_rows64")
 NAMES = {F32: "f32", F16: "f16", Q8_0: "q8_0"}
 
 
@@ -34,14 +36,18 @@ class Case:
     window: int = 0
     cap: float = 0.0
     sinks: bool = False
-    kind: str = "fma"  # or span, rows: kernels on tiles; latent: keys that begin with the values
+    # "span", "rows": kernels on tiles; "latent": keys that begin with the values; "latent_span16" and alike on tiles
+    kind: str = "fma"
     wave: int = 32
     reverse: bool = False
     slots: int = 4096
     grid: int = 20
+    span_rows: int = 128
+    most_spans: int = 7
 
     def __post_init__(self) -> None:
-        if self.kind == "latent":
+        self.latent = self.kind.startswith("latent")
+        if self.latent:
             self.kv_heads, self.dv = 1, min(self.dv or self.d, self.d)
         elif self.dtype == Q8_0 and self.kind != "fma":
             self.d = max(self.d, 64)  # less goes through FMA
@@ -51,19 +57,22 @@ class Case:
         self.q = rng.standard_normal((64, self.heads, self.d)).astype(np.float32) * 2
         shape = (PAGES, self.kv_heads, ROWS)
         self.k_bytes, self.k = pack(rng.standard_normal((*shape, self.d)).astype(np.float32), self.dtype, False)
-        if self.kind == "latent":
+        if self.latent:
             self.v_bytes, self.v = self.k_bytes, self.k[..., : self.dv]
         else:
             self.v_bytes, self.v = pack(rng.standard_normal((*shape, self.dv)).astype(np.float32), self.dtype, True)
         self.sink = rng.standard_normal(self.heads).astype(np.float32) if self.sinks else None
         self.scale = self.d**-0.5
-        file = {"fma": "attention.hip", "latent": "latent_attention.hip"}.get(self.kind, "attention_tile.hip")
+        latent = "latent_attention.hip" if self.kind == "latent" else "latent_tiles.hip"
+        file = "attention.hip" if self.kind == "fma" else latent if self.latent else "attention_tile.hip"
         self.shim = shim_of(file, self.wave, self.reverse)
 
     @property
     def kernel(self) -> str:
         if self.kind == "latent":
-            return f"latent_attention_{NAMES[self.dtype] if self.d % 8 == 0 else 'any'}"
+            return f"latent_attention_{'f32' if self.dtype == F32 and self.d % 8 == 0 else 'any'}"
+        if self.latent:
+            return f"latent_tiles_{NAMES[self.dtype]}_{self.kind[-2:]}"
         if self.kind == "fma":
             return "attention_f32" if self.dtype == F32 else "attention_any"
         exact = self.d == self.dv == self.most and (self.dtype == F16 or self.most <= 128)
@@ -75,7 +84,7 @@ class Case:
 
     @property
     def threads(self) -> int:
-        return 128 if self.kind == "span" else 256
+        return 128 if self.kind == "span" else 8 * self.wave if self.kind in LATENT_TILES else 256
 
     def sizes(self) -> tuple[int, int]:
         """Vectors of a chunk, bytes of LDS."""
@@ -83,6 +92,13 @@ class Case:
             return 8, 4 * (8 * (self.d + self.dv + ROWS + 3) + 1)
         if self.kind == "latent":
             return 8, 4 * (4 + 8 * (self.d + self.dv + ROWS + 3))
+        if self.latent:
+            vectors = int(self.kind[-2:])
+            rows = 32 if vectors == 16 else 64
+            ring = self.wave == 32 and self.dtype == F16
+            lines = vectors + rows * (2 if ring else 1)
+            scores = 1024 * max(0, 8 - rows * vectors // 256)
+            return vectors, 1168 * lines + scores + (16 if ring else 16 * rows) + vectors * (rows // 4 + 4)
         waves = self.threads // self.wave
         stride = self.most // 32 % 2 * self.most or self.most + 32
         if self.kind == "rows":
@@ -100,12 +116,12 @@ class Case:
         shim.clear()
         vectors, lds = self.sizes()
         chunk_heads = min(self.group, vectors)
-        chunk_rows = vectors // chunk_heads
+        chunk_rows = 1 if self.kind in LATENT_SPANS else vectors // chunk_heads
         chunks = -(-self.group // chunk_heads)
         k_bytes, v_bytes = self.k_bytes, self.v_bytes
         if unwritten is not None:
             k_bytes, v_bytes = self._with_unwritten(spans, unwritten)
-        slot_floats = -(-chunk_rows * chunk_heads * (self.dv + 2) // 32) * 32
+        slot_floats = -(-(vectors if self.latent else chunk_rows * chunk_heads) * (self.dv + 2) // 32) * 32
         counters = shim.input(np.zeros(rows * self.kv_heads * chunks, np.uint32), readonly=False)
         out = shim.output((rows, self.heads, self.dv), np.float32)
         args = shim.args(
@@ -128,11 +144,22 @@ class Case:
             min_rows=1,
             max_rows=1 << 20,
             parts=shim.output((max(self.slots, 1), slot_floats), np.float32, align=128),
-            slots=0 if self.kind == "rows" else self.slots,
+            slots=0 if self.kind == "rows" or (self.latent and self.kind != "latent") else self.slots,
             slot_floats=slot_floats,
             counters=counters,
+            vectors=vectors,
+            span_rows=self.span_rows,
+            most_spans=self.most_spans,
         )
-        shim.launch(self.kernel, (self.grid, self.kv_heads * chunks), self.threads, args, lds)
+        if self.kind in LATENT_SPANS:
+            args.spans, together = self.most_spans, min(rows, self.slots // (self.most_spans * chunks))
+            for args.first in range(0, rows, together):
+                shim.launch(self.kernel, (together * args.spans, chunks), self.threads, args, lds)
+                shim.launch("latent_combine", (together * chunk_heads, chunks), 128, args)
+        elif self.kind in LATENT_TILES:
+            shim.launch(self.kernel, (rows // chunk_rows + len(spans), chunks), self.threads, args, lds)
+        else:
+            shim.launch(self.kernel, (self.grid, self.kv_heads * chunks), self.threads, args, lds)
         assert not counters.array.any()
         result: NDArray[np.float32] = out.array.copy()
         return result
@@ -149,7 +176,7 @@ class Case:
         k, v = (np.where(written, x, value).astype(np.float32) for x in (self.k, self.v))
         with np.errstate(invalid="ignore"):
             k_bytes = pack(k, self.dtype, False)[0]
-            return k_bytes, k_bytes if self.kind == "latent" else pack(v, self.dtype, True)[0]
+            return k_bytes, k_bytes if self.latent else pack(v, self.dtype, True)[0]
 
     def expected(self, row: int, span: Span, position: int) -> NDArray[np.float64]:
         """(H, dv) of the row at `position`."""
@@ -223,8 +250,52 @@ def test_heads_beyond_tiles(dtype: int, d: int, dv: int, wave: int, reverse: boo
     Case(dtype, d=d, dv=dv, wave=wave, reverse=reverse).check(SMALL, unwritten=np.nan)
 
 
+LATENT = pytest.mark.parametrize(
+    "kind,wave,reverse",
+    [
+        (kind, *shim)
+        for kind in LATENT_TILES
+        for shim in ((32, False), (32, True), (64, True))
+        if kind[-1] == "6" or shim[0] == 32
+    ],
+)
+
+
+@LATENT
+@pytest.mark.parametrize(
+    "dtype,options",
+    [
+        (F16, {"heads": 16, "d": 576, "dv": 512}),
+        (Q8_0, {"heads": 16, "d": 576, "dv": 512}),
+        (F16, {"heads": 70, "d": 96, "dv": 64, "sinks": True, "window": 300}),
+        (Q8_0, {"heads": 9, "d": 64, "dv": 16, "cap": 1.5}),
+        (F16, {"heads": 3, "d": 16, "window": 70}),
+    ],
+    ids=str,
+)
+def test_latent_tiles(dtype: int, options: dict[str, Any], kind: str, wave: int, reverse: bool) -> None:
+    Case(dtype, kind=kind, wave=wave, reverse=reverse, **options).check(SMALL, unwritten=np.nan)
+
+
+@LATENT
+def test_latent_tiles_of_many_rows(kind: str, wave: int, reverse: bool) -> None:
+    case = Case(F16, kind=kind, heads=10, d=32, wave=wave, reverse=reverse, window=200, slots=40)
+    case.check([Span(450, 40, A), Span(3, 2, B), Span(0, 33, C)], unwritten=np.nan)
+
+
+@LATENT
+def test_latent_bits_do_not_depend_on_company(kind: str, wave: int, reverse: bool) -> None:
+    case = Case(F16, kind=kind, heads=10, d=96, dv=64, wave=wave, reverse=reverse, sinks=True)
+    alone = case.run([Span(1290, 1, A)])[0]
+    case.q = np.roll(case.q, 2, 0)
+    assert np.array_equal(alone, case.run([Span(700, 2, B), Span(1290, 1, A), Span(77, 1, C)])[2])
+    assert np.array_equal(alone, case.run([Span(1288, 3, A)])[2])
+    case.slots = 7
+    assert np.array_equal(alone, case.run([Span(1288, 3, A), Span(5, 4, B)])[2])
+
+
 @SHIMS
-@pytest.mark.parametrize("dtype,d,dv", [(F32, 20, 7), (F16, 21, 21), (F16, 576, 512), (Q8_0, 96, 65)])
+@pytest.mark.parametrize("dtype,d,dv", [(F32, 20, 7), (F16, 21, 21), (F16, 584, 520), (Q8_0, 96, 65)])
 def test_latent_rows(dtype: int, d: int, dv: int, wave: int, reverse: bool) -> None:
     for heads in (1, 3, 16):
         Case(dtype, kind="latent", heads=heads, d=d, dv=dv, wave=wave, reverse=reverse).check(SMALL, unwritten=np.nan)

@@ -99,7 +99,7 @@ def test_a_row_has_the_same_bits_alone(gpu: Device, kv: Any) -> None:
     together, alone = Latent(**options), Latent(**options)
     with together.rig.build(gpu) as plan, alone.rig.build(gpu) as other:
         a, b = [0, 0, 0], [0, 0, 0]
-        for count in (64, 64, 64, 64, 40):
+        for count in (64, 64, 64, 64, 30):
             expected = together.run(plan, (count, 0, 0), a)[1]
             if count == 64:
                 alone.run(other, (count, 0, 0), b)
@@ -193,10 +193,10 @@ def test_decodes_as_the_cpu_does(
     tiny = tiny_deepseek2_gguf(tmp_path / "model.gguf", **options)
     with running(tiny.path, device, kv_type=kv_type) as cpu:
         expected_tokens, expected = greedy(cpu, IDS[:40], NEW)
-    with running(tiny.path, gpu, kv_type=kv_type) as other:
-        tokens, found = greedy(other, IDS[:40], NEW)
-    assert tokens == expected_tokens
-    assert np.abs(found - expected).max() <= bound
+    with running(tiny.path, gpu, kv_type=kv_type) as other:  # the CPU's tokens: near ones may change places
+        found = [other.prefill(IDS[:40], chunk=16)[-1]]
+        found += [other.logits([(0, 40 + i, [token])])[-1] for i, token in enumerate(expected_tokens[:-1])]
+    assert np.abs(np.stack(found) - expected).max() <= bound
 
 
 def test_a_context_of_many_spans(tmp_path: Path, device: Device, gpu: Device) -> None:

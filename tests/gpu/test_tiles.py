@@ -22,7 +22,7 @@ def test_products(wave: int, reverse: bool) -> None:
         "TileArgs",
         a=shim.input(a),
         b=shim.input(b),
-        bt=shim.input(np.ascontiguousarray(b.T)),
+        at=shim.input(np.ascontiguousarray(a.T)),
         halves=outs[0],
         transposed=outs[1],
         bfloats=outs[2],

@@ -8,7 +8,7 @@ constexpr u32 kStride = 24; // halves: 16 and padding
 struct TileArgs {
   const u16 *a;                         // (16, 16)
   const u16 *b;                         // (16 columns, 16)
-  const u16 *bt;                        // (16, 16 columns)
+  const u16 *at;                        // (16, 16 rows)
   float *halves, *transposed, *bfloats; // (16, 16)
 };
 
@@ -18,21 +18,21 @@ APU_KERNEL(64) void tile_product(TileArgs g) {
     const u32 at = i / 16 * kStride + i % 16;
     lds[at] = g.a[i];
     lds[16 * kStride + at] = g.b[i];
-    lds[32 * kStride + at] = g.bt[i];
+    lds[32 * kStride + at] = g.at[i];
   }
   block_sync();
-  TileA a;
-  TileB b, bt;
+  TileA a, at;
+  TileB b;
   TileC halves, transposed, bfloats;
   tile_zero(halves);
   tile_zero(transposed);
   tile_zero(bfloats);
   tile_load_a(a, lds, kStride);
   tile_load_b(b, lds + 16 * kStride, kStride);
-  tile_load_b_transposed(bt, lds + 32 * kStride, kStride);
+  tile_load_a_transposed(at, lds + 32 * kStride, kStride);
   tile_multiply(halves, a, b);
   tile_multiply(halves, a, b); // accumulates
-  tile_multiply(transposed, a, bt);
+  tile_multiply(transposed, at, b);
   tile_multiply_bfloat16(bfloats, a, b);
   if (wave_id()) return;
   for (u32 i = 0; i < kTileRegisters; ++i) {

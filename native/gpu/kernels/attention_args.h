@@ -59,7 +59,7 @@ struct RowStoreArgs {
 // cut into spans at multiples of kSpan; a span of a chunk is an item of work and gives a part (maximum, sum,
 // accumulator of each query vector), which the last block of the chunk adds up in order.
 constexpr u32 kSpan = 1024;
-constexpr u32 kLatentSpan = 256;  // of latent attention: one row for all heads makes few items
+constexpr u32 kLatentSpan = 256;  // of latent attention by FMA: one row for all heads makes few items
 constexpr u32 kLatentVectors = 8; // of its chunks, at most
 constexpr u32 kLatentFront = 4;   // words of LDS before the rest: a flag
 
@@ -83,6 +83,12 @@ struct AttentionArgs {
   u32 slots;
   u32 slot_floats; // at least part_floats(chunk_rows * chunk_heads, dv)
   u32 *counters;   // (T, K, head chunks), zero
+  // Of latent tiles; spans 0: chunks take all that they see.
+  u32 first;      // of the rows that min_rows and max_rows leave, counted through, the first of this launch
+  u32 spans;      // of a row, at most: the grid has so many blocks for each, and `parts` so many slots
+  u32 vectors;    // of a block
+  u32 span_rows;  // of a span, at least
+  u32 most_spans; // spans become longer beyond so many
 };
 
 // Kernels on matrix tiles: up to 16 query vectors a wave, 32 positions at a time, head sizes up to `Most`.
@@ -114,6 +120,35 @@ constexpr u32 kSpanLds = kSpanFront<Type, Most, Waves, Rings> + 2 * kTileVectors
                          8 * kTileVectors * kSpanShares<Most, Waves> + 16 + (Rings ? 8 * Waves * kRing<Type, Most> : 0);
 template <u32 Most, u32 Waves>
 constexpr u32 kRowsLds = 2 * Waves / kWaveParts<Most> * kTileVectors * kQueryStride<Most>;
+
+// Latent tiles: 16 or 64 query vectors (heads of a row; rows, too, where there are fewer heads) of a block over tiles
+// of latent rows. LDS: queries, then one or two tiles, both of lines of kLatentStride halves; exponentials lie behind
+// the values of a tile. Then parts of scores, addresses of a tile's rows, maxima and sums of the vectors, factors of
+// the accumulators, barriers.
+constexpr u32 kLatentWaves = 8;
+constexpr u32 kLatentKey = 576, kLatentValue = 512; // elements, at most
+constexpr u32 kLatentStride = kLatentKey + 8;
+constexpr u32 kLatentUnit = 64;      // spans begin at multiples
+constexpr u32 kCombineThreads = 128; // a thread adds up four elements
+
+constexpr u32 latent_rows(u32 vectors) { // of a tile
+  return vectors == 16 ? 32 : 64;
+}
+struct LatentLayout { // byte offsets
+  u32 tiles, scores, addresses, maxima, factors, barriers, bytes;
+};
+constexpr LatentLayout latent_layout(u32 vectors, bool ring) {
+  const u32 rows = latent_rows(vectors), score_tiles = rows / 16 * (vectors / 16);
+  LatentLayout l{};
+  l.tiles = vectors * kLatentStride * 2;
+  l.scores = l.tiles + (ring ? 2 : 1) * rows * kLatentStride * 2;
+  l.addresses = l.scores + (kLatentWaves > score_tiles ? kLatentWaves - score_tiles : 0) * 256 * 4;
+  l.maxima = l.addresses + (ring ? 0 : rows * 16);
+  l.factors = l.maxima + vectors * (rows / 16) * 4;
+  l.barriers = l.factors + vectors * 4;
+  l.bytes = l.barriers + (ring ? 16 : 0);
+  return l;
+}
 
 // Of one part: accumulators (vectors, dv), maxima (vectors), sums (vectors); whole cache lines, because a line that two
 // blocks share could be stale in one's cache.

@@ -1,4 +1,5 @@
-// Latent attention: one row a position for all heads, key as a whole and value in its beginning; FMA in float32.
+// Latent attention on FMA: one row a position for all heads, key as a whole and value in its beginning. For float32
+// caches, and for rows that latent tiles do not cover.
 //
 // A block takes one span of a chunk's queries, up to 8 vectors of (row, head), and for them reads each row once from
 // memory, then again as value from the caches. Pages of 128 positions in order by online softmax: scores by one thread
@@ -9,7 +10,6 @@
 namespace apu::gpu {
 
 constexpr u32 kHalfVectors = kLatentVectors / 2;
-constexpr u32 kAnyType = ~0u; // known at run time, or rows at odd addresses
 
 struct Floats4 {
   float v[4];
@@ -19,14 +19,9 @@ APU_DEVICE Floats4 floats4(const float *shared) {
   return {{x[0], x[1], x[2], x[3]}};
 }
 
-APU_DEVICE void two_halves(u32 word, float *v) {
-  v[0] = half_to_float(word & 0xffffu);
-  v[1] = half_to_float(word >> 16);
-}
-
-// Elements m to m + 7 of position r; zero from d on.
-template <u32 Type> APU_DEVICE void load8(u32 type, const u8 *part, u32 r, u32 m, u32 d, float *v) {
-  if constexpr (Type == kF32) {
+// Elements m to m + 7 of position r; zero from d on. `Float`: float32, aligned rows of multiples of 8.
+template <bool Float> APU_DEVICE void load8(u32 type, const u8 *part, u32 r, u32 m, u32 d, float *v) {
+  if constexpr (Float) {
     const float *p = reinterpret_cast<const float *>(part) + r * d + m;
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
@@ -34,16 +29,6 @@ template <u32 Type> APU_DEVICE void load8(u32 type, const u8 *part, u32 r, u32 m
 #pragma unroll
       for (u32 i = 0; i < 4; ++i) v[4 * h + i] = bits_to_float(x[i]);
     }
-  } else if constexpr (Type == kF16) {
-    const u32x4 x = load16(reinterpret_cast<const u16 *>(part) + r * d + m);
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) two_halves(x[i], v + 2 * i);
-  } else if constexpr (Type == kQ8) {
-    const u32x2 x = *reinterpret_cast<const u32x2 *>(part + kv_quant_offset<false>(r, m, d));
-    const u16 half = *reinterpret_cast<const u16 *>(part + kv_scale_offset<false>(r, m / kScaleBlock, d));
-    const float scale = half_to_float(half);
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) v[i] = (byte_to_float(x[i / 4], i % 4) - 128.0f) * scale;
   } else {
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) v[i] = m + i < d ? load_element<false>(type, part, r, m + i, d) : 0.0f;
@@ -51,19 +36,11 @@ template <u32 Type> APU_DEVICE void load8(u32 type, const u8 *part, u32 r, u32 m
 }
 
 // Elements m and m + 1, m even; the second may be beyond those that count.
-template <u32 Type> APU_DEVICE void load2(u32 type, const u8 *part, u32 r, u32 m, u32 d, float *v) {
-  if constexpr (Type == kF32) {
+template <bool Float> APU_DEVICE void load2(u32 type, const u8 *part, u32 r, u32 m, u32 d, float *v) {
+  if constexpr (Float) {
     const u32x2 x = *reinterpret_cast<const u32x2 *>(reinterpret_cast<const float *>(part) + r * d + m);
     v[0] = bits_to_float(x[0]);
     v[1] = bits_to_float(x[1]);
-  } else if constexpr (Type == kF16) {
-    two_halves(*reinterpret_cast<const u32 *>(reinterpret_cast<const u16 *>(part) + r * d + m), v);
-  } else if constexpr (Type == kQ8) {
-    const u32 x = *reinterpret_cast<const u16 *>(part + kv_quant_offset<false>(r, m, d));
-    const u16 half = *reinterpret_cast<const u16 *>(part + kv_scale_offset<false>(r, m / kScaleBlock, d));
-    const float scale = half_to_float(half);
-    v[0] = (byte_to_float(x, 0) - 128.0f) * scale;
-    v[1] = (byte_to_float(x, 1) - 128.0f) * scale;
   } else {
     v[0] = load_element<false>(type, part, r, m, d);
     v[1] = m + 1 < d ? load_element<false>(type, part, r, m + 1, d) : 0.0f;
@@ -79,16 +56,16 @@ struct LatentLds {
 };
 
 // s[i] = q[i] . row r for the `count` vectors of a thread, and something for the others: one chain of FMA over the row.
-template <u32 Type>
+template <bool Float>
 APU_DEVICE void score_row(u32 type, const float *q, u32 count, const u8 *part, u32 r, u32 d, float *s) {
 #pragma unroll 1
   for (u32 m = 0; m < d; m += 8) {
     float c[8];
-    load8<Type>(type, part, r, m, d, c);
+    load8<Float>(type, part, r, m, d, c);
 #pragma unroll
     for (u32 i = 0; i < kHalfVectors; ++i) {
       const float *x = q + (i < count ? i * d : 0) + m;
-      if constexpr (Type == kAnyType) {
+      if constexpr (!Float) {
         for (u32 e = 0; e < 8; ++e)
           if (m + e < d) s[i] = fma_f32(x[e], c[e], s[i]);
       } else {
@@ -103,7 +80,7 @@ APU_DEVICE void score_row(u32 type, const float *q, u32 count, const u8 *part, u
   }
 }
 
-template <u32 Type>
+template <bool Float>
 APU_DEVICE void attend_latents(const AttentionArgs &a, const Item &item, const LatentLds &lds, u32 base, u32 begin,
                                u32 end) {
   const u32 vectors = item.rows * item.heads, d = a.k_state.head_size, dv = a.v_state.head_size;
@@ -114,7 +91,7 @@ APU_DEVICE void attend_latents(const AttentionArgs &a, const Item &item, const L
   const u32 r = thread_id() % kPageRows, first = thread_id() / kPageRows * kHalfVectors;
   const bool inside = base + r >= begin && base + r < end;
   float s[kHalfVectors] = {};
-  if (inside && first < vectors) score_row<Type>(type, lds.q + first * d, vectors - first, part, r, d, s);
+  if (inside && first < vectors) score_row<Float>(type, lds.q + first * d, vectors - first, part, r, d, s);
   f32x4 out;
 #pragma unroll
   for (u32 i = 0; i < kHalfVectors; ++i) {
@@ -158,7 +135,7 @@ APU_DEVICE void attend_latents(const AttentionArgs &a, const Item &item, const L
 #pragma unroll 4
     for (u32 j = from; j < to; ++j) {
       float c[2];
-      load2<Type>(type, part, j, m, d, c);
+      load2<Float>(type, part, j, m, d, c);
 #pragma unroll
       for (u32 h = 0; h < 2; ++h) {
         const Floats4 p = floats4(lds.scores + j * kLatentVectors + h * kHalfVectors);
@@ -185,7 +162,7 @@ struct LatentResult {
   APU_METHOD SpanElements<1> of(u32 v, u32 m) const { return {lds.max[v], lds.sum[v], {{lds.acc[v * dv + m]}}}; }
 };
 
-template <u32 Type> APU_DEVICE void latent_attention(const AttentionArgs &a) {
+template <bool Float> APU_DEVICE void latent_attention(const AttentionArgs &a) {
   const u32 d = a.k_state.head_size, dv = a.v_state.head_size, stride = a.chunk_rows * a.chunk_heads;
   LatentLds lds;
   lds.flag = reinterpret_cast<u32 *>(dynamic_shared());
@@ -214,24 +191,17 @@ template <u32 Type> APU_DEVICE void latent_attention(const AttentionArgs &a) {
       u32 begin, end;
       span_range<kLatentSpan>(a, item, &begin, &end);
       for (u32 base = begin / kPageRows * kPageRows; base < end; base += kPageRows)
-        attend_latents<Type>(a, item, lds, base, begin, end);
+        attend_latents<Float>(a, item, lds, base, begin, end);
       finish_span<kFmaThreads, 1>(a, survey, item, dv, LatentResult{lds, dv}, lds.flag);
     }
   }
 }
 
-// Parts of pages 16-byte aligned, rows of multiples of 8 elements.
 APU_KERNEL(kFmaThreads) void latent_attention_f32(AttentionArgs a) {
-  latent_attention<kF32>(a);
-}
-APU_KERNEL(kFmaThreads) void latent_attention_f16(AttentionArgs a) {
-  latent_attention<kF16>(a);
-}
-APU_KERNEL(kFmaThreads) void latent_attention_q8_0(AttentionArgs a) {
-  latent_attention<kQ8>(a);
+  latent_attention<true>(a);
 }
 APU_KERNEL(kFmaThreads) void latent_attention_any(AttentionArgs a) {
-  latent_attention<kAnyType>(a);
+  latent_attention<false>(a);
 }
 
 } // namespace apu::gpu
