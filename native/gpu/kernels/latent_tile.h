@@ -68,9 +68,9 @@ template <u32 Type, u32 Vectors> struct LatentTile {
   template <class From> APU_METHOD void load_queries(float scale, From from) {
     scale = cap != 0.0f ? scale : scale * kLog2E;
     for (u32 v = wave; v < Vectors; v += kLatentWaves) {
-      const float *x = from(v);
+      const float *of = from(v), *x = global_pointer<const float>(u64(of));
       for (u32 m = 2 * lane_id(); m < d; m += 2 * kWaveSize)
-        *reinterpret_cast<u32 *>(queries + v * stride + m) = x ? floats_to_halves(x[m] * scale, x[m + 1] * scale) : 0u;
+        *reinterpret_cast<u32 *>(queries + v * stride + m) = of ? floats_to_halves(x[m] * scale, x[m + 1] * scale) : 0u;
     }
   }
 
@@ -174,12 +174,13 @@ template <u32 Type, u32 Vectors> struct LatentTile {
         for (u32 t = 0; t < row_tiles; ++t) total += maxima[v * row_tiles + t];
         const Place to = out(v, factors[v], total, wave == 0 && tile_row(0) == 0);
         if (!to.values) continue;
+        float *const values = global_pointer<float>(u64(to.values));
 #pragma unroll
         for (u32 i = 0; i < kTileRegisters; ++i) {
           if (tile_own(i) != j) continue;
 #pragma unroll
           for (u32 n = 0; n < value_tiles; ++n)
-            if (value_tile(n) < dv) to.values[value_tile(n) + tile_row(i)] = o[n][h].v[i] * to.factor;
+            if (value_tile(n) < dv) values[value_tile(n) + tile_row(i)] = o[n][h].v[i] * to.factor;
         }
       }
   }

@@ -73,8 +73,9 @@ template <u32 Type, u32 Vectors> APU_DEVICE void latent_tiles(const AttentionArg
     if (v >= vectors) return {nullptr, 0.0f};
     if (!part) return {output_row(a, item, v), final_factor(a, head_of(a, item, v), max, sum)};
     if (leads) {
-      part[Vectors * dv + v] = max;
-      part[Vectors * dv + Vectors + v] = sum;
+      float *const ends = global_pointer<float>(u64(part + Vectors * dv + v));
+      ends[0] = max;
+      ends[Vectors] = sum;
     }
     return {part + v * dv, 1.0f};
   });
