@@ -23,11 +23,12 @@ def test_products(wave: int, reverse: bool) -> None:
         a=shim.input(a),
         b=shim.input(b),
         at=shim.input(np.ascontiguousarray(a.T)),
+        bt=shim.input(np.ascontiguousarray(b.T)),
         halves=outs[0],
         transposed=outs[1],
         bfloats=outs[2],
     )
-    shim.launch("tile_product", 1, 64, args, lds=48 * 24 * 2)
+    shim.launch("tile_product", 1, 64, args, lds=64 * 24 * 2)
     product = a.astype(np.float32) @ b.astype(np.float32).T  # integers: exact in any order
     assert np.array_equal(outs[0].array, 2 * product)
     assert np.array_equal(outs[1].array, product)

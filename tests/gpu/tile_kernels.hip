@@ -9,6 +9,7 @@ struct TileArgs {
   const u16 *a;                         // (16, 16)
   const u16 *b;                         // (16 columns, 16)
   const u16 *at;                        // (16, 16 rows)
+  const u16 *bt;                        // (16, 16 columns)
   float *halves, *transposed, *bfloats; // (16, 16)
 };
 
@@ -19,10 +20,11 @@ APU_KERNEL(64) void tile_product(TileArgs g) {
     lds[at] = g.a[i];
     lds[16 * kStride + at] = g.b[i];
     lds[32 * kStride + at] = g.at[i];
+    lds[48 * kStride + at] = g.bt[i];
   }
   block_sync();
   TileA a, at;
-  TileB b;
+  TileB b, bt;
   TileC halves, transposed, bfloats;
   tile_zero(halves);
   tile_zero(transposed);
@@ -30,9 +32,10 @@ APU_KERNEL(64) void tile_product(TileArgs g) {
   tile_load_a(a, lds, kStride);
   tile_load_b(b, lds + 16 * kStride, kStride);
   tile_load_a_transposed(at, lds + 32 * kStride, kStride);
+  tile_load_b_transposed(bt, lds + 48 * kStride, kStride);
   tile_multiply(halves, a, b);
   tile_multiply(halves, a, b); // accumulates
-  tile_multiply(transposed, at, b);
+  tile_multiply(transposed, at, bt);
   tile_multiply_bfloat16(bfloats, a, b);
   if (wave_id()) return;
   for (u32 i = 0; i < kTileRegisters; ++i) {

@@ -3,6 +3,7 @@
 //   tile_load_a(a, from, stride)   A (16 rows, 16 of K), K contiguous, from LDS; `stride` in elements, rows 16-byte
 //                                  aligned. For no bank conflicts let 2 * stride / 16 be odd.
 //   tile_load_b(b, from, stride)   B (16 columns, 16 of K), K contiguous: a row of memory is a column of the product.
+//   tile_load_b_transposed(...)    B (16 of K, 16 columns), columns contiguous.
 //   tile_load_a_transposed(...)    A (16 of K, 16 rows), rows contiguous: a column of memory is a row of the product.
 //   tile_multiply(c, a, b)         c += a b of halves; tile_multiply_bfloat16 of bfloat16. Sums of a product's 16 terms
 //                                  are in the hardware's order, products along K in the order of the calls.

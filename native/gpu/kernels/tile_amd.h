@@ -51,6 +51,11 @@ APU_DEVICE void tile_load_a_transposed(TileA &a, const u16 *from, u32 stride) {
 #pragma unroll
   for (u32 i = 0; i < kTileDepth; ++i) a.v[i] = __builtin_bit_cast(_Float16, p[i * stride]);
 }
+APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
+  const u16 *p = from + tile_depth_begin() * stride + amd_lane() % 16;
+#pragma unroll
+  for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = __builtin_bit_cast(_Float16, p[i * stride]);
+}
 
 APU_DEVICE void tile_multiply(TileC &c, const TileA &a, const TileB &b) {
 #if defined(__gfx90a__)

@@ -32,13 +32,19 @@ APU_DEVICE void tile_load_b(TileB &b, const u16 *from, u32 stride) {
   const u32 lane = threadIdx.x % 32;
   nvidia_load_matrices(b.v, from + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
 }
-APU_DEVICE void tile_load_a_transposed(TileA &a, const u16 *from, u32 stride) {
-  const u32 lane = threadIdx.x % 32;
-  const u16 *row = from + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8;
+APU_DEVICE void nvidia_load_transposed(u32 *v, const u16 *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a.v[0]), "=r"(a.v[1]), "=r"(a.v[2]), "=r"(a.v[3])
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(u32(__cvta_generic_to_shared(row)))
                : "memory");
+}
+APU_DEVICE void tile_load_a_transposed(TileA &a, const u16 *from, u32 stride) {
+  const u32 lane = threadIdx.x % 32;
+  nvidia_load_transposed(a.v, from + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);
+}
+APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
+  const u32 lane = threadIdx.x % 32;
+  nvidia_load_transposed(b.v, from + lane % 16 * stride + lane / 16 * 8);
 }
 
 APU_DEVICE void nvidia_multiply(float *c, const TileA &a, const u32 *b) { // 8 columns

@@ -40,6 +40,9 @@ APU_DEVICE void tile_load_b(TileB &b, const u16 *from, u32 stride) {
 APU_DEVICE void tile_load_a_transposed(TileA &a, const u16 *from, u32 stride) {
   for (u32 i = 0; i < kTileDepth; ++i) a.v[i] = from[(shim_lane() / 16 * kTileDepth + i) * stride + shim_lane() % 16];
 }
+APU_DEVICE void tile_load_b_transposed(TileB &b, const u16 *from, u32 stride) {
+  for (u32 i = 0; i < kTileDepth; ++i) b.v[i] = from[(shim_lane() / 16 * kTileDepth + i) * stride + shim_lane() % 16];
+}
 
 constexpr u32 kTileLines = 1;
 struct TileLines {
