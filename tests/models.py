@@ -87,27 +87,11 @@ def tiny_llama_gguf(
         tensors |= block
     if rope_factors is not None:
         tensors["rope_freqs.weight"] = np.asarray(rope_factors, np.float32)
-    keys: dict[str, Any] = {
-        "general.name": "tiny llama",
-        "llama.block_count": layers,
-        "llama.context_length": context,
-        "llama.embedding_length": D,
-        "llama.feed_forward_length": F,
-        "llama.attention.head_count": H,
-        "llama.attention.head_count_kv": K,
-        "llama.attention.layer_norm_rms_epsilon": eps,
-        "llama.rope.freq_base": rope_base,
-        "llama.rope.dimension_count": head,
-        "llama.vocab_size": V,
-    }
-    if d is not None:
-        keys |= {"llama.attention.key_length": d, "llama.attention.value_length": d}
-    if tokenizer:
-        keys |= bpe_tokenizer(V)
-    keys |= metadata or {}
+    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base, "rope.dimension_count": head, "vocab_size": V}
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": head, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "bias": bias}
-    return write(TinyModel(path, "llama", shape, keys, tensors), quant)
+    words = bpe_tokenizer(V) if tokenizer else {}
+    return _written(path, "llama", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_gemma3_gguf(
@@ -138,26 +122,11 @@ def tiny_gemma3_gguf(
         for name, size in (("attn_q_norm", d), ("attn_k_norm", d), ("post_attention_norm", D), ("post_ffw_norm", D)):
             block[f"blk.{layer}.{name}.weight"] = 1.0 + _normal(rng, (size,), 0.1)
         tensors |= block
-    keys: dict[str, Any] = {
-        "general.name": "tiny gemma3",
-        "gemma3.block_count": layers,
-        "gemma3.context_length": context,
-        "gemma3.embedding_length": D,
-        "gemma3.feed_forward_length": F,
-        "gemma3.attention.head_count": H,
-        "gemma3.attention.head_count_kv": K,
-        "gemma3.attention.key_length": d,
-        "gemma3.attention.value_length": d,
-        "gemma3.attention.layer_norm_rms_epsilon": eps,
-        "gemma3.attention.sliding_window": window,
-        "gemma3.rope.freq_base": rope_base,
-    }
-    if tokenizer:
-        keys |= spm_tokenizer(V)
-    keys |= metadata or {}
+    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base, "attention.sliding_window": window}
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "window": window}
-    return write(TinyModel(path, "gemma3", shape, keys, tensors), quant)
+    words = spm_tokenizer(V) if tokenizer else {}
+    return _written(path, "gemma3", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_qwen3_gguf(
@@ -195,28 +164,14 @@ def tiny_qwen3_gguf(
                 block[f"blk.{layer}.{name}_exps.weight"] = _normal(rng, (experts, *shape), shape[1] ** -0.5)
             block[f"blk.{layer}.ffn_gate_inp.weight"] = _normal(rng, (experts, D), 2 * D**-0.5)
         tensors |= block
-    keys: dict[str, Any] = {
-        "general.name": f"tiny {arch}",
-        f"{arch}.block_count": layers,
-        f"{arch}.context_length": context,
-        f"{arch}.embedding_length": D,
-        f"{arch}.feed_forward_length": F * max(1, used) if experts else F,
-        f"{arch}.attention.head_count": H,
-        f"{arch}.attention.head_count_kv": K,
-        f"{arch}.attention.key_length": d,
-        f"{arch}.attention.value_length": d,
-        f"{arch}.attention.layer_norm_rms_epsilon": eps,
-        f"{arch}.rope.freq_base": rope_base,
-    }
+    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base}
     if experts:
-        keys |= {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": used}
-        keys[f"{arch}.expert_feed_forward_length"] = F
-    if tokenizer:
-        keys |= bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"}
-    keys |= metadata or {}
+        keys |= {"expert_count": experts, "expert_used_count": used, "expert_feed_forward_length": F}
+        keys["feed_forward_length"] = F * max(1, used)
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "experts": experts, "used": used}
-    return write(TinyModel(path, arch, shape, keys, tensors), quant)
+    words = bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"} if tokenizer else {}
+    return _written(path, arch, shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_deepseek2_gguf(
@@ -283,14 +238,8 @@ def tiny_deepseek2_gguf(
             block["attn_k_b.weight"] = np.ascontiguousarray(keys.transpose(0, 2, 1))
             block["attn_v_b.weight"] = values
         tensors |= {f"blk.{layer}.{name}": values for name, values in block.items()}
-    sizes: dict[str, Any] = {
-        "block_count": layers,
-        "context_length": context,
-        "embedding_length": D,
-        "feed_forward_length": F,
+    keys: dict[str, Any] = {
         "leading_dense_block_count": dense,
-        "attention.head_count": H,
-        "attention.layer_norm_rms_epsilon": eps,
         "attention.kv_lora_rank": rank,
         "rope.dimension_count": rope,
         "rope.freq_base": 10000.0,
@@ -304,21 +253,19 @@ def tiny_deepseek2_gguf(
         "expert_gating_func": 2 if sigmoid else 1,
     }
     if q_rank:
-        sizes["attention.q_lora_rank"] = q_rank
+        keys["attention.q_lora_rank"] = q_rank
     if groups:
-        sizes |= {"expert_group_count": groups, "expert_group_used_count": groups_used}
+        keys |= {"expert_group_count": groups, "expert_group_used_count": groups_used}
     if joined:
-        sizes |= {"attention.head_count_kv": H, "attention.key_length": key, "attention.value_length": value}
+        keys |= _attention_keys(H, key, value)
     else:
-        sizes |= {"attention.head_count_kv": 1, "attention.key_length": rank + rope, "attention.value_length": rank}
-        sizes |= {"attention.key_length_mla": key, "attention.value_length_mla": value}
-    full = {"general.name": "tiny deepseek2"} | {f"deepseek2.{name}": size for name, size in sizes.items()}
-    full |= bpe_tokenizer(V) if tokenizer else {}
-    full |= metadata or {}
+        keys |= _attention_keys(1, rank + rope, rank)
+        keys |= {"attention.key_length_mla": key, "attention.value_length_mla": value}
     shape = {"layers": layers, "D": D, "H": H, "rank": rank, "nope": nope, "rope": rope, "value": value, "V": V}
     shape |= {"q_rank": q_rank, "F": F, "Fe": Fe, "experts": experts, "used": used, "shared": shared, "dense": dense}
     shape |= {"groups": groups, "groups_used": groups_used, "sigmoid": sigmoid, "context": context, "eps": eps}
-    return write(TinyModel(path, "deepseek2", shape, full, tensors), quant)
+    words = bpe_tokenizer(V) if tokenizer else {}
+    return _written(path, "deepseek2", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_deepseek4_gguf(
@@ -392,22 +339,14 @@ def tiny_deepseek4_gguf(
         else:
             block["exp_probs_b.bias"] = _normal(rng, (experts,), 0.2)
         tensors |= {f"blk.{layer}.{name}": values for name, values in block.items()}
-    sizes: dict[str, Any] = {
-        "block_count": layers,
-        "context_length": context,
-        "embedding_length": D,
+    keys = _attention_keys(1, d) | {
         "vocab_size": V,
-        "attention.head_count": H,
-        "attention.head_count_kv": 1,
-        "attention.key_length": d,
-        "attention.value_length": d,
         "attention.q_lora_rank": q_rank,
         "attention.output_lora_rank": out_rank,
         "attention.output_group_count": groups,
         "attention.sliding_window": 128,
         "attention.compress_ratios": ratios,
         "attention.compress_rope_freq_base": 160000.0,
-        "attention.layer_norm_rms_epsilon": eps,
         "attention.indexer.head_count": index_heads,
         "attention.indexer.key_length": index_size,
         "attention.indexer.top_k": top_k,
@@ -429,14 +368,51 @@ def tiny_deepseek4_gguf(
         "expert_weights_scale": 1.5,
         "expert_weights_norm": True,
     }
-    full = {"general.name": "tiny deepseek4"} | {f"deepseek4.{name}": size for name, size in sizes.items()}
-    full |= bpe_tokenizer(V) if tokenizer else {}
-    full |= metadata or {}
-    shape = {"ratios": ratios, "hashed": hashed, "D": D, "H": H, "d": d, "rope": rope, "q_rank": q_rank, "V": V}
+    shape = {
+        "layers": layers,
+        "ratios": ratios,
+        "hashed": hashed,
+        "D": D,
+        "H": H,
+        "d": d,
+        "rope": rope,
+        "q_rank": q_rank,
+        "V": V,
+    }
     shape |= {"out_rank": out_rank, "groups": groups, "index_heads": index_heads, "index_size": index_size}
     shape |= {"top_k": top_k, "experts": experts, "used": used, "Fe": Fe, "streams": streams, "limit": limit}
     shape |= {"context": context, "eps": eps}
-    return write(TinyModel(path, "deepseek4", shape, full, tensors), quant)
+    words = bpe_tokenizer(V) if tokenizer else {}
+    return _written(path, "deepseek4", shape, keys, tensors, words, metadata, quant)
+
+
+def _attention_keys(K: int, key: int | None, value: int | None = None) -> dict[str, Any]:
+    """Heads' keys; sizes that follow from the width are left out."""
+    sizes = {} if key is None else {"attention.key_length": key, "attention.value_length": value or key}
+    return {"attention.head_count_kv": K} | sizes
+
+
+def _written(
+    path: Path,
+    arch: str,
+    shape: dict[str, Any],
+    keys: Mapping[str, Any],
+    tensors: dict[str, NDArray[Any]],
+    words: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+    quant: str,
+) -> TinyModel:
+    """The file, with `keys` below the architecture's name and those that every architecture has, from `shape`."""
+    common = {
+        "block_count": shape["layers"],
+        "context_length": shape["context"],
+        "embedding_length": shape["D"],
+        "attention.head_count": shape["H"],
+        "attention.layer_norm_rms_epsilon": shape["eps"],
+    }
+    common |= {"feed_forward_length": shape["F"]} if "F" in shape else {}
+    full = {"general.name": f"tiny {arch}"} | {f"{arch}.{name}": value for name, value in {**common, **keys}.items()}
+    return write(TinyModel(path, arch, shape, {**full, **words, **(metadata or {})}, tensors), quant)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:

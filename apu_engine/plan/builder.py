@@ -8,15 +8,14 @@ model. Scratch is named after the layer and the method's `name`; the arena is la
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from apu_engine._native import NONE, PAGE_TOKENS, lib
+from apu_engine._native import lib
 from apu_engine.errors import ApuError
 from apu_engine.plan.liveness import place
 from apu_engine.plan.operands import Rope
 from apu_engine.plan.sparse_ops import SparseOps
-from apu_engine.plan.spec import Limits, Op, PlanSpec, Segment, State, Tensor
+from apu_engine.plan.spec import Limits, PlanSpec, Segment, State, Tensor
 from apu_engine.plan.weights import Binder
 from apu_engine.weights.model_file import TensorRef
 
@@ -41,29 +40,18 @@ SMALLEST_SUM = 2.0**-14  # that a row's expert weights are divided by; below it 
 
 
 class PlanBuilder(SparseOps):
-    """Collects tensors, states and ops; `layer` is stamped on what is added, -1 outside the layers.
-
-    `dims` gives the letters' sizes; T and O are the limits' rows and outputs.
+    """Tensors, states and ops of the layers that all architectures have; those of streams and compressed rows are
+    SparseOps'.
     """
 
     def __init__(self, binder: Binder, limits: Limits, dims: Mapping[str, int], precision: str = "default") -> None:
-        self.layer = -1
+        super().__init__(limits, dims)
         self._binder = binder
-        self._spec = PlanSpec(limits, dict(dims))
-        self._dims = {**dims, "T": limits.max_rows, "O": limits.max_outputs}
         self._precision = PRECISIONS[precision]
         self._fine_head = precision == "fine"
         self._weights: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------ tensors and states
-
-    def shape(self, letters: str) -> tuple[int, ...]:
-        """ "T H*d 2*d" -> (512, 576, 128)."""
-        size = self._dims
-        return tuple(
-            math.prod(int(letter) if letter.isdigit() else size[letter] for letter in axis.split("*"))
-            for axis in letters.split()
-        )
 
     def weight(self, ref: TensorRef, letters: str) -> Tensor:
         """The weight tensor for `ref`; the same one when it is asked for twice (tied output)."""
@@ -89,25 +77,6 @@ class PlanBuilder(SparseOps):
                 row += end - begin
         return self._add(name, letters, self.shape(letters), ref.dtype, lib.APU_ROWS_FIXED, tuple(parts))
 
-    def scratch(self, name: str, letters: str, dtype: int = lib.APU_F32) -> Tensor:
-        """A scratch tensor, float32 or int32; a leading T or O makes its rows those of the step."""
-        rows = {"T": lib.APU_ROWS_STEP, "O": lib.APU_ROWS_OUTPUT}.get(letters.split()[0], lib.APU_ROWS_FIXED)
-        prefix = f"blk.{self.layer}." if self.layer >= 0 else ""
-        return self._add(prefix + name, letters, self.shape(letters), dtype, rows, ())
-
-    def _add(
-        self,
-        name: str,
-        letters: str,
-        shape: tuple[int, ...],
-        dtype: int,
-        rows: int,
-        segments: tuple[Segment, ...],
-    ) -> Tensor:
-        tensor = Tensor(len(self._spec.tensors), name, letters, shape, dtype, rows, segments)
-        self._spec.tensors.append(tensor)
-        return tensor
-
     def kv_cache(self, group: int, window: int, page_count: int, dtype: int) -> tuple[State, State]:
         """K and V of the current layer, (pages, K, 128, d); `window` tokens are seen, 0 means all."""
         return (
@@ -118,25 +87,6 @@ class PlanBuilder(SparseOps):
     def latent_cache(self, group: int, window: int, page_count: int, dtype: int) -> tuple[State]:
         """The latent rows of the current layer, (pages, 128, d): keys and values of all heads; K is 1."""
         return (self._add_state("cache_latent", group, window, page_count, dtype),)
-
-    def _add_state(
-        self, name: str, group: int, window: int, page_count: int, dtype: int, size: int = 0, rows: int = PAGE_TOKENS
-    ) -> State:
-        """Rows of `size` elements, 0: of K heads."""
-        state = State(
-            id=len(self._spec.states),
-            name=f"blk.{self.layer}.{name}",
-            dtype=dtype,
-            layer=self.layer,
-            group=group,
-            window=window,
-            heads=1 if size else self._dims["K"],
-            head_size=size or self._dims["d"],
-            page_count=page_count,
-            rows_per_page=rows,
-        )
-        self._spec.states.append(state)
-        return state
 
     # ------------------------------------------------------------ ops, in the order of a forward pass
 
@@ -439,42 +389,3 @@ class PlanBuilder(SparseOps):
         if spec.ops[-1].kind != lib.APU_OP_SAMPLE:
             raise ApuError("a plan ends with sample")
         return spec
-
-    # ------------------------------------------------------------ helpers
-
-    def _op(
-        self,
-        kind: int,
-        *,
-        inputs: Sequence[Tensor | None] = (),
-        outputs: Sequence[Tensor] = (),
-        weights: Sequence[Tensor | None] = (),
-        states: Sequence[State] = (),
-        ints: tuple[int, ...] = (),
-        floats: tuple[float, ...] = (),
-    ) -> None:
-        def ids(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-            return tuple(NONE if tensor is None else tensor.id for tensor in tensors)
-
-        op = Op(
-            kind,
-            self.layer,
-            ids(inputs),
-            ids(outputs),
-            ids(weights),
-            tuple(state.id for state in states),
-            ints,
-            floats,
-        )
-        self._spec.ops.append(op)
-
-    def _expect(self, tensor: Tensor, letters: str) -> None:
-        expected = self.shape(letters)
-        if tensor.shape != expected:
-            raise ApuError(f'tensor "{tensor.name}": expected shape ({letters}) = {expected}, found {tensor.shape}')
-
-    def _expect_columns(self, matrix: Tensor, x: Tensor) -> None:
-        if len(matrix.shape) != 2 or matrix.shape[1] != x.shape[1]:
-            raise ApuError(
-                f"matrix {matrix.name}: expected (N, {x.shape[1]}) to multiply {x.name}, found {matrix.shape}"
-            )

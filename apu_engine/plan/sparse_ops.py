@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from apu_engine._native import PAGE_TOKENS, lib
+from apu_engine.plan.emitter import Emitter
 from apu_engine.plan.operands import Pages, Rope, Streams
 from apu_engine.plan.spec import State, Tensor
 
 
-class SparseOps(ABC):
-    """States and ops; how tensors, states and ops are added is PlanBuilder's."""
-
-    @abstractmethod
-    def scratch(self, name: str, letters: str, dtype: int = lib.APU_F32) -> Tensor: ...
-
-    @abstractmethod
-    def _add_state(
-        self, name: str, group: int, window: int, page_count: int, dtype: int, size: int = 0, rows: int = PAGE_TOKENS
-    ) -> State: ...
-
-    @abstractmethod
-    def _op(
-        self,
-        kind: int,
-        *,
-        inputs: Sequence[Tensor | None] = (),
-        outputs: Sequence[Tensor] = (),
-        weights: Sequence[Tensor | None] = (),
-        states: Sequence[State] = (),
-        ints: tuple[int, ...] = (),
-        floats: tuple[float, ...] = (),
-    ) -> None: ...
-
-    @abstractmethod
-    def _expect(self, tensor: Tensor, letters: str) -> None: ...
+class SparseOps(Emitter):
+    """States and ops of DeepSeek V4."""
 
     def shared_cache(self, pages: Pages, dtype: int) -> State:
         """The current layer's rows that are key and value of all heads, (pages, 128, d)."""

@@ -54,6 +54,21 @@ class Running:
         parts = [self.logits([(sequence, at, tokens[at : at + chunk])]) for at in range(0, len(tokens), chunk)]
         return np.concatenate(parts)
 
+    def same_in_chunks(self, tokens: Sequence[int], chunks: Sequence[int] = (1, 7, 64)) -> None:
+        """Asserts that many rows of a step have the bits that they have in fewer."""
+        whole = self.prefill(tokens, chunk=len(tokens))
+        assert np.isfinite(whole).all()
+        for chunk in chunks:
+            assert np.array_equal(self.prefill(tokens, chunk=chunk), whole), chunk
+
+    def same_in_turns(self, tokens: Sequence[int], chunk: int = 15) -> None:
+        """Asserts that two sequences in the same steps, the other one backwards, have the bits that each has alone."""
+        other = tokens[::-1]
+        separate = np.stack([self.prefill(tokens), self.prefill(other)])
+        for at in range(0, len(tokens), chunk):
+            out = self.logits([(0, at, tokens[at : at + chunk]), (1, at, other[at : at + chunk])])
+            assert np.array_equal(out.reshape(2, chunk, -1), separate[:, at : at + chunk])
+
 
 @contextmanager
 def running(path: Path, device: Device, *, ctx: int = 512, parallel: int = 1, **options: Any) -> Iterator[Running]:

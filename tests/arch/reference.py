@@ -29,6 +29,8 @@ from models import TinyModel
 
 torch.set_num_threads(1)
 
+TOLERANCE = 1e-4  # of a logit, in F32 throughout
+
 _NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -327,6 +329,13 @@ def logits(model: torch.nn.Module, tokens: Sequence[int]) -> NDArray[np.float32]
     with torch.no_grad():
         out: NDArray[np.float32] = model(torch.tensor([list(tokens)]), **extra).logits[0].float().numpy()
     return out
+
+
+def agree(found: NDArray[np.float32], model: torch.nn.Module, tokens: Sequence[int]) -> None:
+    """Asserts that `found` (T, V) are the oracle's logits."""
+    expected = logits(model, tokens)
+    assert np.abs(expected).max() > 1
+    assert np.abs(found - expected).max() <= TOLERANCE
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:

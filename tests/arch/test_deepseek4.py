@@ -20,7 +20,6 @@ from apu_engine.plan.dump import render
 from apu_engine.weights.gguf import open_model
 from models import tiny_deepseek4_gguf, write
 
-TOLERANCE = 1e-4
 IDS = np.random.default_rng(14).integers(0, 320, 150).tolist()
 
 
@@ -38,10 +37,9 @@ IDS = np.random.default_rng(14).integers(0, 320, 150).tolist()
 )
 def test_transformers(tmp_path: Path, device: Device, options: dict[str, Any]) -> None:
     tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", **options)
-    expected = reference.logits(reference.deepseek4(tiny), IDS)
     with running(tiny.path, device, max_rows=64) as model:
         found = model.prefill(IDS)
-    assert np.abs(found - expected).max() <= TOLERANCE
+    reference.agree(found, reference.deepseek4(tiny), IDS)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "auto"])
@@ -49,16 +47,12 @@ def test_transformers(tmp_path: Path, device: Device, options: dict[str, Any]) -
 def test_many_rows_equal_single_rows_bit_for_bit(tmp_path: Path, isa: str, quant: str, kv_type: str) -> None:
     tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", quant=quant, out_rank=32, top_k=7)
     with Device("cpu", threads=2, isa=isa) as device, running(tiny.path, device, kv_type=kv_type) as model:
-        whole = model.prefill(IDS, chunk=150)
-        assert np.isfinite(whole).all()
-        for chunk in (1, 7, 64):
-            assert np.array_equal(model.prefill(IDS, chunk=chunk), whole), chunk
+        model.same_in_chunks(IDS)
 
 
 def test_threads_change_nothing_over_several_pages(tmp_path: Path) -> None:
     ids = np.random.default_rng(3).integers(0, 320, 400).tolist()
     tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", top_k=128)
-    expected = reference.logits(reference.deepseek4(tiny), ids)
     found = []
     for threads in (1, 3):
         with Device("cpu", threads=threads) as device, running(tiny.path, device) as model:
@@ -66,17 +60,13 @@ def test_threads_change_nothing_over_several_pages(tmp_path: Path) -> None:
             assert np.array_equal(model.logits([(0, 399, ids[399:])])[0], whole[399])
             found.append(whole)
     assert np.array_equal(found[0], found[1])
-    assert np.abs(found[0] - expected).max() <= TOLERANCE
+    reference.agree(found[0], reference.deepseek4(tiny), ids)
 
 
 def test_interleaved_sequences_equal_separate_ones(tmp_path: Path, device: Device) -> None:
     tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", top_k=9)
-    other = IDS[::-1]
     with running(tiny.path, device, parallel=2) as model:
-        separate = np.stack([model.prefill(IDS), model.prefill(other)])
-        for at in range(0, 150, 15):
-            out = model.logits([(0, at, IDS[at : at + 15]), (1, at, other[at : at + 15])])
-            assert np.array_equal(out.reshape(2, 15, -1), separate[:, at : at + 15])
+        model.same_in_turns(IDS)
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16"])
@@ -105,9 +95,8 @@ def test_sequences_go_on_exactly_from_the_middle_of_a_compression(tmp_path: Path
 @pytest.mark.parametrize("quant", ["F16", "Q8_0", "Q4_0"])
 def test_exact_precision_equals_dequantised_floats(tmp_path: Path, device: Device, quant: str) -> None:
     tiny = tiny_deepseek4_gguf(tmp_path / "model.gguf", quant=quant, out_rank=32)
-    expected = reference.logits(reference.deepseek4(tiny, tiny.dequantized()), IDS)
     with running(tiny.path, device, precision="exact", kv_type="f32") as model:
-        assert np.abs(model.prefill(IDS) - expected).max() <= TOLERANCE
+        reference.agree(model.prefill(IDS), reference.deepseek4(tiny, tiny.dequantized()), IDS)
 
 
 def test_rounding_is_that_of_the_trained_model(tmp_path: Path, device: Device) -> None:

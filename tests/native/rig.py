@@ -8,14 +8,27 @@ rows: `rig.input(x)`; logits come from `rig.logits(l)`, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from apu_engine._native import NO_PAGE, NONE, PAGE_TOKENS, Device, Region, check, ffi, lib
+from apu_engine._native import (
+    NO_PAGE,
+    NONE,
+    PAGE_TOKENS,
+    Device,
+    InvalidError,
+    Region,
+    UnsupportedError,
+    check,
+    ffi,
+    lib,
+)
 
 Array = NDArray[Any]
 Q8_0 = "q8_0"
@@ -502,6 +515,34 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     return out if weight is None else out * weight.astype(np.float64)
 
 
+def put(op: int, field: str, index: int, value: Any) -> Callable[[Rig], None]:
+    """Sets one entry of a list of an op, to what `value` makes of the rig where it is a function."""
+
+    def change(rig: Rig) -> None:
+        rig.ops[op][field][index] = value(rig) if callable(value) else value
+
+    return change
+
+
+def pages(state: int, key: str, value: Any) -> Callable[[Rig], None]:
+    """Sets a field of a state."""
+
+    def change(rig: Rig) -> None:
+        rig.states[state][key] = value
+
+    return change
+
+
+def refused(rig: Rig, device: Device, change: Callable[[], None], message: str) -> None:
+    """Asserts that the rig makes a plan, and none after `change`: then `message` says why."""
+    with rig.build(device):
+        pass
+    change()
+    with pytest.raises((InvalidError, UnsupportedError)) as error:
+        rig.build(device)
+    assert re.search(message, str(error.value)), str(error.value)
+
+
 __all__ = [
     "NONE",
     "NO_PAGE",
@@ -514,5 +555,8 @@ __all__ = [
     "Step",
     "decode",
     "encode",
+    "pages",
+    "put",
+    "refused",
     "rms_norm",
 ]
