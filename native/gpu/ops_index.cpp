@@ -12,8 +12,9 @@ namespace apu::gpu {
 namespace {
 
 constexpr uint64_t kMostScoreBytes = 16u << 20; // beyond them the rows of a step take turns
-constexpr uint32_t kBlocksOfUnit = 8;           // of a compute unit: more stride
-constexpr uint32_t kMostTileHeads = 96;         // whose queries have room in LDS
+constexpr uint32_t kMostTurnRows = 256;
+constexpr uint32_t kBlocksOfUnit = 8;   // of a compute unit: more stride
+constexpr uint32_t kMostTileHeads = 96; // whose queries have room in LDS
 
 class Index final : public Op {
 public:
@@ -35,7 +36,8 @@ public:
     const uint32_t pages = (info.max_positions + kPageRows - 1) / kPageRows;
     args_.most = (pages * rows.page_rows + kCell - 1) / kCell * kCell;
     set_turns(b, op, args_);
-    turn_ = uint32_t(std::clamp<uint64_t>(kMostScoreBytes / (args_.most * sizeof(float)), 1, info.max_rows));
+    const uint32_t most_rows = std::min(info.max_rows, kMostTurnRows);
+    turn_ = uint32_t(std::clamp<uint64_t>(kMostScoreBytes / (args_.most * sizeof(float)), 1, most_rows));
 
     waves_ = kIndexThreads / b.props().wave_size;
     queries_lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + waves_ * d);
@@ -54,6 +56,7 @@ public:
       scores_ = b.kernel(std::string("index_scores_") + type, scores_lds_);
     }
     choose_ = b.kernel("index_choose");
+    b.reserve(Scratch::counters, uint64_t(turn_) * kIndexBins * sizeof(uint32_t));
     b.reserve(Scratch::scores, uint64_t(turn_) * args_.most * sizeof(float));
   }
 
@@ -64,6 +67,7 @@ public:
       args.scaled = reinterpret_cast<float *>(launcher.scratch(Scratch::halves) + tile_bytes(bucket.rows));
     }
     args.scores = launcher.scratch_as<float>(Scratch::scores);
+    args.counts = launcher.scratch_as<uint32_t>(Scratch::counters);
     const uint32_t heads = tiles_ ? args.padded : args.heads;
     launcher.launch(queries_, {bucket.rows, (heads + waves_ - 1) / waves_}, kIndexThreads, args, queries_lds_);
     const uint32_t seen = bucket.context / args.tokens;

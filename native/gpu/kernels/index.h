@@ -10,6 +10,8 @@ constexpr u32 kIndexTileElements = 128; // of a head, where scores are made by m
 constexpr u32 kIndexTileRows = 16;      // compressed rows of a wave at a time
 constexpr u32 kIndexTileStride =
     kIndexTileElements + 32;          // halves between queries in LDS: quads of lanes meet no bank twice
+constexpr u32 kIndexBlockRows = 128;  // compressed rows of a block at a time, at most
+constexpr u32 kIndexBins = 2048;      // of a key's first bits
 constexpr u32 kIndexFmaThreads = 128; // compressed rows of a block, where scores are made by FMA
 constexpr u32 kIndexFmaHeads = 8;     // at a time
 
@@ -21,6 +23,7 @@ struct IndexArgs {
   u16 *tiles;              // (T, padded heads, d) q times a power of two for each head, in halves; or null
   float *scaled;           // (T, padded heads) weights times that power's inverse
   float *scores;           // (rows of a turn, most)
+  u32 *counts;             // (rows of a turn, kIndexBins) keys by their first bits, zero
   i32 *ids;                // (T, k)
   const double *turns;     // as in RopeStoreArgs
   const float *factors;    // or null

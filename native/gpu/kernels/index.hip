@@ -15,6 +15,9 @@
 
 namespace apu::gpu {
 
+constexpr u32 kFirstShift = 21, kSecondShift = 10; // of a key's digits, of 11, 11 and 10 bits
+static_assert(kBins == 1u << 11 && kBins == kIndexBins);
+
 APU_DEVICE u32 rows_seen(const IndexArgs &a, u32 t) {
   return (a.step.rows[t].position + 1) / a.tokens;
 }
@@ -28,6 +31,29 @@ APU_DEVICE float positive(float x) {
 APU_DEVICE float score_of(float sum, float scale) {
   const float score = sum * scale;
   return score == score ? score : -__builtin_inff();
+}
+
+// By the block: counts the first bits of its keys, (kIndexBlockRows) in LDS, 0 where there is none. The first of equals
+// adds all of them. Begins and ends with a barrier.
+APU_DEVICE void count_keys(const u32 *keys, u32 *counts) {
+  block_sync();
+  const u32 i = thread_id();
+  if (i < kIndexBlockRows && keys[i]) {
+    const u32 mine = keys[i] >> kFirstShift;
+    u32 same = 0, earlier = 0;
+#pragma unroll 4
+    for (u32 j = 0; j < kIndexBlockRows; j += 4) {
+      const u32x4 four = *reinterpret_cast<const u32x4 *>(keys + j);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) {
+        const u32 equal = four[e] >> kFirstShift == mine;
+        same += equal;
+        earlier += j + e < i ? equal : 0;
+      }
+    }
+    if (earlier == 0) atomic_add(counts + mine, same);
+  }
+  block_sync();
 }
 
 // Grid (rows, heads in groups of waves).
@@ -92,21 +118,26 @@ APU_DEVICE void load_line_shared(TileLines &lines, const u16 *from, u32 stride) 
 // 16-byte aligned. Grid (rows in groups of 16 for each wave, or fewer blocks, rows of the turn).
 APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
   constexpr u32 waves = kIndexThreads / kWaveSize, d = kIndexTileElements, steps = d / 32;
+  constexpr u32 of_block = waves * kIndexTileRows;
+  APU_SHARED u32x4 fours[kIndexBlockRows / 4];
+  u32 *keys = reinterpret_cast<u32 *>(fours);
+  static_assert(of_block <= kIndexBlockRows);
   const u32 t = a.first + block_id_y();
   if (t >= a.step.counts->rows) return;
   const u32 n = rows_seen(a, t);
-  if (n <= a.k || block_id() * waves * kIndexTileRows >= n) return;
+  if (n <= a.k || block_id() * of_block >= n) return;
   u16 *q = reinterpret_cast<u16 *>(dynamic_shared()); // (padded, kIndexTileStride)
   float *weights = reinterpret_cast<float *>(q + a.padded * kIndexTileStride);
   const u16 *from = a.tiles + u64(t) * a.padded * d;
   for (u32 u = thread_id(); u < a.padded * (d / 8); u += kIndexThreads)
     store16(q + u / (d / 8) * kIndexTileStride + u % (d / 8) * 8, load16(from + u * 8));
   for (u32 h = thread_id(); h < a.padded; h += kIndexThreads) weights[h] = a.scaled[u64(t) * a.padded + h];
+  for (u32 i = thread_id(); i < kIndexBlockRows; i += kIndexThreads) keys[i] = 0;
   block_sync();
   const u32 *table = page_table(a.step, a.step.rows[t].sequence, a.rows.group);
   float *scores = a.scores + u64(block_id_y()) * a.most;
-  const u32 stride = grid_size() * waves * kIndexTileRows;
-  for (u32 r = (block_id() * waves + wave_uniform(wave_id())) * kIndexTileRows; r < n; r += stride) {
+  for (u32 begin = block_id() * of_block; begin < n; begin += grid_size() * of_block) {
+    const u32 place = wave_uniform(wave_id()) * kIndexTileRows, r = begin + place < n ? begin + place : begin;
     const u32 page = wave_uniform(table[r / a.rows.page_rows]);
     const u16 *rows = reinterpret_cast<const u16 *>(page_part(a.rows, page, 0)) + r % a.rows.page_rows * d;
     TileLines lines[steps];
@@ -136,9 +167,13 @@ APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
 #pragma unroll
     for (u32 j = 0; j < kTileOwn; ++j) {
       const float all = tile_column_sum(sum[j]);
-      const u32 row = r + tile_own_column(j);
-      if (tile_row(0) == 0 && row < n) scores[row] = score_of(all, a.scale);
+      const u32 column = tile_own_column(j), row = begin + place + column;
+      if (tile_row(0) != 0) continue;
+      const float score = score_of(all, a.scale);
+      if (row < n) scores[row] = score;
+      keys[place + column] = row < n ? ordered(score) : 0;
     }
+    count_keys(keys, a.counts + u64(block_id_y()) * kIndexBins);
   }
 }
 
@@ -162,6 +197,9 @@ template <u32 Type> APU_DEVICE void load_four(u32 type, const u8 *part, u32 r, u
 
 // Grid (compressed rows in groups of threads, rows of the turn).
 template <u32 Type> APU_DEVICE void index_scores(const IndexArgs &a) {
+  static_assert(kIndexFmaThreads == kIndexBlockRows);
+  APU_SHARED u32x4 fours[kIndexBlockRows / 4];
+  u32 *keys = reinterpret_cast<u32 *>(fours);
   const u32 t = a.first + block_id_y();
   if (t >= a.step.counts->rows) return;
   const u32 n = rows_seen(a, t), d = a.rows.head_size, whole = (d + 3) / 4 * 4;
@@ -196,7 +234,10 @@ template <u32 Type> APU_DEVICE void index_scores(const IndexArgs &a) {
     for (u32 i = 0; i < kIndexFmaHeads; ++i)
       if (i < count) sum = fma_f32(a.weights[u64(t) * a.heads + h + i], positive(dot[i]), sum);
   }
-  if (r < n) a.scores[u64(block_id_y()) * a.most + r] = score_of(sum, a.scale);
+  const float score = score_of(sum, a.scale);
+  if (r < n) a.scores[u64(block_id_y()) * a.most + r] = score;
+  keys[thread_id()] = r < n ? ordered(score) : 0;
+  count_keys(keys, a.counts + u64(block_id_y()) * kIndexBins);
 }
 
 APU_KERNEL(kIndexFmaThreads) void index_scores_f32(IndexArgs a) {
@@ -209,37 +250,102 @@ APU_KERNEL(kIndexFmaThreads) void index_scores_any(IndexArgs a) {
   index_scores<kAnyType>(a);
 }
 
+constexpr u32 kKeysOfThread = 16, kKeysOfTurn = kKeysOfThread * kFinishThreads;
+
+// Keys of rows begin + kKeysOfThread * thread_id() on; 0 from n on.
+APU_DEVICE void load_keys(const float *scores, u32 begin, u32 n, u32 *keys) {
+  const u32 first = begin + kKeysOfThread * thread_id();
+#pragma unroll
+  for (u32 i = 0; i < kKeysOfThread; i += 4) {
+    const u32x4 four = first + i < n ? load16(scores + first + i) : u32x4{};
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) keys[i + e] = first + i + e < n ? ordered(bits_to_float(four[e])) : 0;
+  }
+}
+
+struct ChooseShared {
+  u32 counts[kBins];
+  u64 totals[kFinishWaves + 1];
+  u32 digit, above, at;
+};
+
+// By the block, of two bins for each thread, the thread's from the top: that of the k-th key, where `above` keys are
+// known to be larger.
+APU_DEVICE void find_digit(u32 upper, u32 lower, u32 k, u32 &above, u32 &at, u32 &digit, ChooseShared &s) {
+  u64 total;
+  const u32 before = above + u32(block_scan(upper + lower, s.totals, total));
+  if (before < k && k <= before + upper + lower) {
+    const bool one = k <= before + upper;
+    s.digit = kBins - 1 - 2 * thread_id() - (one ? 0 : 1);
+    s.above = one ? before : before + upper;
+    s.at = one ? upper : lower;
+  }
+  block_sync();
+  digit = s.digit, above = s.above, at = s.at;
+}
+
 // Grid (rows of the turn).
 APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
-  APU_SHARED SelectShared s;
-  const u32 t = a.first + block_id();
+  APU_SHARED ChooseShared s;
+  const u32 t = a.first + block_id(), place = kBins - 2 - 2 * thread_id();
   if (t >= a.step.counts->rows) return;
-  const u32 n = rows_seen(a, t), count = n < a.k ? n : a.k;
+  const u32 n = rows_seen(a, t);
   i32 *ids = a.ids + u64(t) * a.k;
   if (n <= a.k) {
-    for (u32 i = thread_id(); i < a.k; i += kFinishThreads) ids[i] = i < count ? i32(i) : -1;
+    for (u32 i = thread_id(); i < a.k; i += kFinishThreads) ids[i] = i < n ? i32(i) : -1;
     return;
   }
   const float *scores = a.scores + u64(block_id()) * a.most;
-  const View view = {scores, n, nullptr, (n + kCell - 1) / kCell, 0};
-  const Selected least = select(
-      view, [](float x, u32) { return ordered(x); }, [](float, u32) { return u64(1); },
-      [count](u64) { return u64(count); }, s);
-  const u32 ties = count - u32(least.above); // of those at the key, the first
-  // A thread's run of rows; how many before it are above the key, and at it.
-  const u32 run = (n + kFinishThreads - 1) / kFinishThreads, begin = thread_id() * run;
-  u64 mine = 0, total;
-  for (u32 i = begin; i < begin + run && i < n; ++i) {
-    const u32 key = ordered(scores[i]);
-    mine += key > least.key ? u64(1) << 32 : key == least.key;
+  u32 *counts = a.counts + u64(block_id()) * kBins + place;
+  u32 above = 0, at, digit;
+  const u32 lower = counts[0], upper = counts[1];
+  counts[0] = counts[1] = 0; // for the next op
+  find_digit(upper, lower, a.k, above, at, digit, s);
+  u32 shift = kFirstShift, key = digit; // of the k-th, from bit `shift` on
+  while (shift && above + at > a.k) {   // not all that have these bits are wanted
+    const u32 next = shift == kFirstShift ? kSecondShift : 0;
+    s.counts[place] = s.counts[place + 1] = 0;
+    block_sync();
+#pragma unroll 1
+    for (u32 begin = 0; begin < n; begin += kKeysOfTurn) {
+      u32 keys[kKeysOfThread];
+      load_keys(scores, begin, n, keys);
+#pragma unroll
+      for (u32 i = 0; i < kKeysOfThread; ++i)
+        if (keys[i] >> shift == key) atomic_add(&s.counts[keys[i] >> next & ((1u << (shift - next)) - 1)], 1);
+    }
+    block_sync();
+    find_digit(s.counts[place + 1], s.counts[place], a.k, above, at, digit, s);
+    key = key << (shift - next) | digit;
+    shift = next;
   }
-  const u64 before = block_scan(mine, s.wave_totals, total);
-  u32 above = u32(before >> 32), at = u32(before);
-  for (u32 i = begin; i < begin + run && i < n; ++i) {
-    const u32 key = ordered(scores[i]);
-    if (key < least.key) continue;
-    if (key > least.key || at < ties) ids[above + (at < ties ? at : ties)] = i32(i);
-    key > least.key ? ++above : ++at;
+  const u32 ties = a.k - above; // of those at the key, the first
+  u32 found_above = 0, found_at = 0;
+#pragma unroll 1
+  for (u32 begin = 0; begin < n; begin += kKeysOfTurn) {
+    u32 keys[kKeysOfThread];
+    load_keys(scores, begin, n, keys);
+    u32 larger = 0, equal = 0;
+#pragma unroll
+    for (u32 i = 0; i < kKeysOfThread; ++i) {
+      larger += keys[i] >> shift > key;
+      equal += keys[i] >> shift == key;
+    }
+    u64 total;
+    const u64 before = block_scan(u64(larger) << 32 | equal, s.totals, total);
+    u32 of_above = found_above + u32(before >> 32), of_at = found_at + u32(before);
+    found_above += u32(total >> 32);
+    found_at += u32(total);
+    if (larger + equal == 0) continue;
+#pragma unroll
+    for (u32 i = 0; i < kKeysOfThread; ++i) {
+      const u32 digits = keys[i] >> shift;
+      const bool is_above = digits > key, is_at = digits == key;
+      if (is_above || (is_at && of_at < ties))
+        ids[of_above + (of_at < ties ? of_at : ties)] = i32(begin + kKeysOfThread * thread_id() + i);
+      of_above += is_above;
+      of_at += is_at;
+    }
   }
 }
 
