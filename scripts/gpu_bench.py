@@ -10,7 +10,7 @@ Everything goes through libapu, its driver and its modules. Matvec: one row by m
 one product for each of so many copies of the matrix that they fill more than a GiB, so that no cache helps. GEMM: 512
 rows, in TFLOP/s, beside torch's bf16 product where torch sees the GPU. Attention: one new token for each of 8
 sequences over long contexts, as GB/s of keys and values read; what a step costs around its ops is measured and taken
-off. docs/kernels.md has the figures.
+off. The ops that choose and store compressed rows: one row. docs/kernels.md has the figures.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 from device_plans import DeviceArrays, planned
+from gpu_bench_sparse import CONTEXTS as SPARSE_CONTEXTS
+from gpu_bench_sparse import sparse_ops
 
 from apu_engine._native import PAGE_TOKENS, Device, Region
 from apu_engine.device import open_device
@@ -112,6 +114,9 @@ def measure(device: Device, quick: bool = False, types: Sequence[str] | None = N
     for context in (CONTEXTS[:1] if quick else CONTEXTS) if attention else ():
         for kv in ("F16",) if quick else ("F16", "Q8_0"):
             figures.append(decode_attention(device, read, context, kv))
+    if attention:
+        for m in sparse_ops(device, _timed, SPARSE_CONTEXTS[:1] if quick else SPARSE_CONTEXTS):
+            figures.append(Figure(m.kernel, "F16", m.shape, m.seconds * 1e6, m.nbytes / m.seconds / 1e9, "GB/s"))
     props = device.props
     return {
         "device": {"kind": props.kind, "name": props.name, "arch": props.arch, "driver": props.driver_version},

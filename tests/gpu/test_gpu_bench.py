@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import gpu_bench
+import gpu_bench_sparse
 import pytest
 
 from apu_engine._native import Device
@@ -25,6 +26,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "HEAD_SIZE": 64,
     }.items():
         monkeypatch.setattr(gpu_bench, name, value)
+    monkeypatch.setattr(gpu_bench_sparse, "LAYERS", 2)
+    monkeypatch.setattr(
+        gpu_bench_sparse, "SHAPE", {"D": 256, "H": 2, "K": 1, "d": 128, "Hi": 2, "di": 128, "ki": 8, "V": 1}
+    )
+    monkeypatch.setattr(gpu_bench, "SPARSE_CONTEXTS", (256,))
 
 
 def test_quick(
@@ -35,11 +41,11 @@ def test_quick(
     assert gpu_bench.main(["--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     kinds = [figure["kernel"] for figure in report["figures"]]
-    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention"]
+    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention", "index", "store"] + ["compress"] * 3
     assert all(
         figure["microseconds"] > 0 and figure["rate"] > 0
         for figure in report["figures"]
-        if figure["kernel"] != "attention"
+        if figure["kernel"] in ("matvec", "gemm")  # the others are differences
     )
     printed = capsys.readouterr().out
     assert "plain read" in printed and printed.count("\n") == 2 + len(kinds)
