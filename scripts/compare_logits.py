@@ -24,7 +24,7 @@ from apu_engine.arch import KV_TYPES
 from apu_engine.catalog import fetch, load_catalog
 from apu_engine.errors import ApuError
 from apu_engine.text.tokenizer import Tokenizer
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 

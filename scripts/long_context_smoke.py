@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from apu_engine import LLM
     from apu_engine.arch import describe
     from apu_engine.catalog import DEMO, fetch
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     model = args.model or str(fetch(DEMO, lambda line: print(line, file=sys.stderr)))
     ctx = args.ctx or min(DEFAULT_CTX, describe(open_model(Path(model)), args.kv_type).context_trained)

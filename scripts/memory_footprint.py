@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def files_of(model: str) -> tuple[Path, ...]:
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     return open_model(model).files
 

@@ -338,7 +338,7 @@ class Pairs:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, as JSON-ready data."""
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     def note(text: str) -> None:
         if not args.quiet:

@@ -1,8 +1,8 @@
 """What architectures share: tensors bound by canonical GGUF name with checked shapes, and half-layers.
 
 A Blocks object is one model being built: its file, hyperparameters and plan builder. Matrices may have any
-type with a kernel; norms, biases and rotary factors are float32, as every GGUF writer stores them. Tensors
-nobody asks for are ignored.
+type with a kernel; norms, biases and rotary factors are float32, as every GGUF writer stores them, or of 16 bits.
+Tensors nobody asks for are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MATRIX_TYPES: frozenset[int] = frozenset(
         lib.APU_NVFP4,
     )
 )
-VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32,))
+VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32, lib.APU_F16, lib.APU_BF16))  # a plan keeps float32 of them
 INDEX_TYPES: frozenset[int] = frozenset((lib.APU_I32,))
 
 
@@ -82,7 +82,7 @@ class Blocks:
         return self._bind(f"{name}.weight", letters, MATRIX_TYPES)
 
     def vector(self, name: str, letters: str = "D") -> Tensor:
-        """As `matrix`, in F32."""
+        """As `matrix`, of floats."""
         return self._bind(f"{name}.weight", letters, VECTOR_TYPES)
 
     def table(self, name: str, letters: str) -> Tensor:

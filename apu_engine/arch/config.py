@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from apu_engine.plan.operands import Rope, Streams
+from apu_engine.plan.operands import ROPE_HALVES, Rope, Streams
 from apu_engine.weights.model_file import ModelFile
 
 MAX_LAYERS = 1024
@@ -358,6 +358,8 @@ def read_rope(keys: Keys, head_size: int, style: int, default_base: float) -> Ro
     dims = keys.integer("rope.dimension_count", 2, head_size, default=head_size)
     if dims % 2:
         raise keys.fail("rope.dimension_count", f"expected an even number, found {dims}")
+    if keys.model.get_bool(keys.name("rope.halves"), default=False):  # of folders whose q and k are not permuted
+        style = ROPE_HALVES
     base = keys.number("rope.freq_base", 1.0, 1e12, default=default_base)
     kind = keys.model.get_str(keys.name("rope.scaling.type"), default="")
     legacy = keys.number("rope.scale_linear", 1e-3, 1e6, default=1.0)

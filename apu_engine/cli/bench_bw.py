@@ -40,7 +40,7 @@ def bench_bw(
     from apu_engine.memory.bandwidth import keep, measure, titles
     from apu_engine.memory.probe import trial
     from apu_engine.memory.watchdog import MEASURING_SECONDS, Watchdog
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     def tell(rate: Rate) -> None:
         if not as_json:

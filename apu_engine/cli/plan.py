@@ -30,7 +30,7 @@ def plan(
     from apu_engine import arch
     from apu_engine.engine.context import fit
     from apu_engine.plan import dump
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     model = open_model(require_model(config, "plan"))
     fitted = fit(config, model)

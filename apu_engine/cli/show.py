@@ -56,7 +56,7 @@ def show(
     from pathlib import Path
 
     from apu_engine.engine.context import fit
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     model = open_model(Path(require_model(config, "show")), whole=False)
     limits = _limits(config, machine)

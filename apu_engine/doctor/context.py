@@ -177,7 +177,7 @@ class Context:
         if self.request.quick:
             return "not looked at"
         from apu_engine.errors import ApuError
-        from apu_engine.weights.gguf import open_model
+        from apu_engine.weights.opening import open_model
 
         try:
             return open_model(self.request.model)

@@ -81,8 +81,8 @@ def _staged(job: Job) -> tuple[float, str]:
     from apu_engine.memory.mapping import Mapping
     from apu_engine.memory.verify import checksum
 
-    ref = max(job.refs, key=lambda item: item.nbytes)
-    path, nbytes = job.files[ref.shard], min(ref.nbytes, STAGED_BYTES)
+    largest = max((extent for ref in job.refs for extent in ref.extents), key=lambda item: item.end - item.offset)
+    path, nbytes = job.files[largest.shard], min(largest.end - largest.offset, STAGED_BYTES)
     region: Region | None = None
     fd = -1
     try:
@@ -90,12 +90,12 @@ def _staged(job: Job) -> tuple[float, str]:
         fd, _ = open_regular(path)
         begin = time.monotonic()
         with Stager(job.device, min(STAGED_BYTES // 4, 32 << 20)) as stager:
-            stager.read(fd, str(path), ref.offset, nbytes, region.address)
+            stager.read(fd, str(path), largest.offset, nbytes, region.address)
             stager.wait()
         rate = nbytes / (time.monotonic() - begin) / (1 << 30)
         found = job.device.checksum(region.address, nbytes)
         with Mapping.open(path) as mapping:
-            expected = checksum(mapping.array(ref.offset, nbytes))
+            expected = checksum(mapping.array(largest.offset, nbytes))
         return rate, "" if found == expected else "the device has other bytes than the file"
     except ApuError as error:
         return 0.0, str(error).partition("\n")[0]

@@ -170,7 +170,7 @@ def _load(
     for_chat: bool,
     opened: list[Any],
 ) -> Runtime:
-    from apu_engine.weights.gguf import open_model
+    from apu_engine.weights.opening import open_model
 
     model = open_model(Path(path))
     tokenizer, tokenizer_error = _tokenizer(model)
@@ -242,7 +242,7 @@ def _load(
         context=context,
         engine=engine,
         watchdog=watchdog,
-        notices=[*context.notices, *weights.notices],
+        notices=[*model.notices, *context.notices, *weights.notices],
         stages=stages.times,
         template_override=override,
         _template=template,
@@ -336,7 +336,9 @@ def _place(config: EngineConfig, model: ModelFile, device: Device, job: Job) -> 
 def _tokenizer(model: ModelFile) -> tuple[Tokenizer | None, ModelError | None]:
     """A file without a usable tokenizer still runs on token ids; why is kept for whoever asks for text."""
     if "tokenizer.ggml.model" not in model.metadata:
-        missing = f"{model.path}: has no tokenizer (tokenizer.ggml.model is missing); it can run on token ids only"
+        missing = model.metadata.get("tokenizer.problem") or (
+            f"{model.path}: has no tokenizer (tokenizer.ggml.model is missing); it can run on token ids only"
+        )
         return None, ModelError(missing, ("tokenizer.ggml.model",))
     from apu_engine.text.tokenizer import Tokenizer
 

@@ -257,9 +257,9 @@ def range_bytes(free: int) -> int:
 
 def _slice(job: Job) -> tuple[int, int]:
     """(offset, bytes) of whole pages of the first file's tensors, at most SLICE."""
-    refs = [ref for ref in job.refs if ref.shard == 0]
-    first = min(ref.offset for ref in refs) // PAGE * PAGE
-    end = max(ref.offset + ref.nbytes for ref in refs)
+    extents = [extent for ref in job.refs for extent in ref.extents if extent.shard == 0]
+    first = min(extent.offset for extent in extents) // PAGE * PAGE
+    end = max(extent.end for extent in extents)
     nbytes = min(SLICE, end - first) // PAGE * PAGE
     if not nbytes:
         raise MappingError(job.files[0], f"holds {end - first:,} bytes of weights, expected at least {PAGE:,}")

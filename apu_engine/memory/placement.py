@@ -10,6 +10,7 @@ another mapping of the file, the next `layer`.
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +19,7 @@ from apu_engine.errors import ModelError
 from apu_engine.memory.budget import human_bytes
 from apu_engine.plan.spec import Segment
 from apu_engine.plan.weights import segments_in
-from apu_engine.weights.model_file import TensorRef
+from apu_engine.weights.model_file import Extent, TensorRef
 
 PAGE = mmap.PAGESIZE
 REGISTERED_BYTES = 1 << 30  # most of one registration
@@ -66,19 +67,21 @@ def cut(refs: Iterable[TensorRef], limit: int) -> list[Part]:
     """
     room = limit - 2 * PAGE
     spans: list[tuple[int, int, int]] = []
-    ordered = sorted(set(refs), key=lambda ref: (ref.shard, ref.offset))
-    for shard, group in groupby(ordered, key=lambda ref: ref.shard):
+    names = {extent: ref.name for ref in refs for extent in ref.extents}
+    ordered = sorted(names, key=lambda extent: (extent.shard, extent.offset))
+    for shard, group in groupby(ordered, key=lambda extent: extent.shard):
         begin = end = -1
-        for ref in group:
-            last = ref.offset + ref.nbytes
-            if begin >= 0 and last - begin <= room and ref.offset - end <= GAP:
+        for extent in group:
+            last = extent.end
+            between = extent.offset < end  # its rows lie between those of another tensor
+            if begin >= 0 and (between or (last - begin <= room and extent.offset - end <= GAP)):
                 end = max(end, last)
-                continue
-            if begin >= 0:
-                spans.append((shard, begin, end))
-            begin, end = ref.offset, last
+            else:
+                if begin >= 0:
+                    spans.append((shard, begin, end))
+                begin, end = extent.offset, last
             while end - begin > room:
-                cut_at = begin + _rows(ref, begin, room) * ref.row_bytes
+                cut_at = begin + _rows(names[extent], extent.stride, begin, room) * extent.stride
                 spans.append((shard, begin, cut_at))
                 begin = cut_at
         if begin >= 0:
@@ -86,16 +89,15 @@ def cut(refs: Iterable[TensorRef], limit: int) -> list[Part]:
     return list(_layered(spans))
 
 
-def _rows(ref: TensorRef, begin: int, room: int) -> int:
+def _rows(name: str, stride: int, begin: int, room: int) -> int:
     """How many rows from `begin` on are cut off: as many as fit, so that the cut is on a page boundary if it can."""
-    most = room // ref.row_bytes
+    most = room // stride
     if not most:
         raise ModelError(
-            f"tensor {ref.name}: a row has {human_bytes(ref.row_bytes)}, expected at most {human_bytes(room)}",
-            (ref.name,),
+            f"tensor {name}: a row has {human_bytes(stride)}, expected at most {human_bytes(room)}", (name,)
         )
     for rows in range(most, max(most - _ALIGNED_ROWS, 0), -1):
-        if (begin + rows * ref.row_bytes) % PAGE == 0:
+        if (begin + rows * stride) % PAGE == 0:
             return rows
     return most
 
@@ -111,18 +113,26 @@ def _layered(spans: Sequence[tuple[int, int, int]]) -> Iterator[Part]:
         yield part
 
 
-def segments(ref: TensorRef, placed: Sequence[Placed]) -> tuple[Segment, ...]:
-    """Where a tensor's rows are on the device. `placed` is in file order; parts that adjoin on both sides count as one.
+class Places:
+    """Parts by file and place. Parts that adjoin in their file and on the device count as one run."""
 
-    Raises ModelError when a row is not wholly there.
-    """
-    runs: list[tuple[int, int, int]] = []  # file offset, device address, bytes
-    for item in placed:
-        part = item.part
-        if part.shard != ref.shard or part.end <= ref.offset or part.begin >= ref.offset + ref.nbytes:
-            continue
-        if runs and runs[-1][0] + runs[-1][2] == part.begin and runs[-1][1] + runs[-1][2] == item.address:
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + part.nbytes)
-        else:
-            runs.append((part.begin, item.address, part.nbytes))
-    return segments_in(ref, runs)
+    def __init__(self, placed: Iterable[Placed]) -> None:
+        self._runs: dict[int, list[tuple[int, int, int]]] = {}  # shard -> (file offset, device address, bytes)
+        for item in sorted(placed, key=lambda item: (item.part.shard, item.part.begin)):
+            part, runs = item.part, self._runs.setdefault(item.part.shard, [])
+            if runs and runs[-1][0] + runs[-1][2] == part.begin and runs[-1][1] + runs[-1][2] == item.address:
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + part.nbytes)
+            else:
+                runs.append((part.begin, item.address, part.nbytes))
+
+    def runs(self, extent: Extent) -> Iterator[tuple[int, int, int]]:
+        """The runs that may hold rows of `extent`, in file order."""
+        runs = self._runs.get(extent.shard, [])
+        for at in range(max(0, bisect_right(runs, extent.offset, key=lambda run: run[0]) - 1), len(runs)):
+            if runs[at][0] >= extent.end:
+                break
+            yield runs[at]
+
+    def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
+        """Where a tensor's rows are on the device. Raises ModelError when a row is not wholly there."""
+        return segments_in(ref, self.runs)

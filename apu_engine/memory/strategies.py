@@ -27,10 +27,11 @@ from apu_engine.memory.budget import STAGING_RING, human_bytes
 from apu_engine.memory.files import open_regular
 from apu_engine.memory.machine import GIB
 from apu_engine.memory.mapping import Mapping, Progress, cached_bytes, mlock, prefetch
-from apu_engine.memory.placement import PAGE, REGISTERED_BYTES, STAGED_BYTES, Part, Placed, cut, segments
+from apu_engine.memory.placement import PAGE, REGISTERED_BYTES, STAGED_BYTES, Part, Placed, Places, cut
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
 from apu_engine.memory.watchdog import Task
 from apu_engine.plan.spec import Segment
+from apu_engine.weights.made import make
 from apu_engine.weights.model_file import TensorRef
 
 LETTERS = {"svm": "A", "advise": "B", "lock": "C", "register": "D"}  # as documentation calls the ways
@@ -88,12 +89,19 @@ class Weights:
         self.notices: list[str] = []
         self.copied_bytes = 0  # of the files, in memory beside their pages
         self.kept_bytes = 0  # staged: file pages that could not be dropped
+        self.made_bytes = 0  # of small tensors that no file holds as they are needed
         self._regions: list[Region] = []
         self._copies: list[NDArray[np.uint8]] = []
+        self._made: dict[str, int] = {}  # device addresses
+        self._places: Places | None = None
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
         """Where a tensor's rows are on the device. Raises ModelError when one of them is not wholly there."""
-        return segments(ref, self.placed)
+        if ref.made is not None:
+            return (Segment(self._made[ref.name], 0, ref.rows, ref.row_bytes, 0),)
+        if self._places is None:
+            self._places = Places(self.placed)
+        return self._places.segments(ref)
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +131,26 @@ class Weights:
         self._copies.clear()
         for mapping in self.mappings:
             mapping.close()
+
+    def make(self, job: Job) -> None:
+        """Makes the tensors that no file holds, in memory that the device can read."""
+        refs = [ref for ref in job.refs if ref.made is not None]
+        if not refs:
+            return
+        job.goes_on("making small tensors")
+        offsets = np.cumsum([0] + [-(-ref.nbytes // _ALIGNMENT) * _ALIGNMENT for ref in refs]).tolist()
+        data = np.zeros(offsets[-1], np.uint8)
+        for ref, offset in zip(refs, offsets[:-1], strict=True):
+            data[offset : offset + ref.nbytes] = make(ref, job.files)
+        if job.device.props.kind == "cpu":
+            self._copies.append(data)
+            region = Region.register(job.device, data.ctypes.data, data.nbytes, "direct")
+        else:
+            region = Region.alloc(job.device, data.nbytes)
+            job.device.copy(region.address, data.ctypes.data, data.nbytes, from_host=True)
+        self._regions.append(region)
+        self._made = {ref.name: region.address + offset for ref, offset in zip(refs, offsets[:-1], strict=True)}
+        self.made_bytes = sum(ref.nbytes for ref in refs)
 
     def _map(self, job: Job, layers: int = 1) -> dict[tuple[int, int], Mapping]:
         found: dict[tuple[int, int], Mapping] = {}
@@ -158,6 +186,13 @@ def open_weights(job: Job, strategy: str, way: str | None = None) -> Weights:
     Raises NativeError where the device refuses, Refused where it did something else than it was asked for, MappingError
     for a file that is not what it was, LoadCancelled.
     """
+    weights = _open(job, strategy, way)
+    with _undone(weights):
+        weights.make(job)
+    return weights
+
+
+def _open(job: Job, strategy: str, way: str | None) -> Weights:
     if strategy == "direct" or job.copy:
         return direct(job)
     if strategy == "staged":

@@ -7,22 +7,18 @@ estimate) the file offset stands in for the address.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from apu_engine.errors import ModelError
 from apu_engine.plan.spec import Segment
-from apu_engine.weights.model_file import TensorRef
+from apu_engine.weights.model_file import Extent, TensorRef
 
 
 class Binder(Protocol):
     """Knows where tensors are."""
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]: ...
-
-
-def _rows(ref: TensorRef) -> int:
-    return ref.nbytes // ref.row_bytes
 
 
 class OfflineBinder:
@@ -36,30 +32,39 @@ class OfflineBinder:
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
         self.used[ref.name] = ref
-        return (Segment(ref.offset, 0, _rows(ref), ref.row_bytes, 0),)
+        if ref.made is not None:
+            return (Segment(1, 0, ref.rows, ref.row_bytes, 0),)
+        segments: list[Segment] = []
+        row = 0
+        for extent in ref.extents:
+            segments.append(Segment(extent.offset, row, extent.rows, extent.stride, 0))
+            row += extent.rows
+        return tuple(segments)
 
 
-def segments_in(ref: TensorRef, runs: Iterable[tuple[int, int, int]]) -> tuple[Segment, ...]:
-    """Segments of a tensor in runs (file offset, device address, bytes) of its file, in file order.
+def segments_in(ref: TensorRef, runs: Callable[[Extent], Iterable[tuple[int, int, int]]]) -> tuple[Segment, ...]:
+    """Segments of a tensor in the `runs` (file offset, device address, bytes) of its extents' files, in file order.
 
     Raises ModelError when a row crosses from one run to another, which no kernel can read, or is in none.
     """
     segments: list[Segment] = []
-    row, rows = 0, _rows(ref)
-    for begin, address, nbytes in runs:
-        at, end = ref.offset + row * ref.row_bytes, begin + nbytes
-        if row == rows or not begin <= at < end:
-            continue
-        count = min(rows - row, (end - at) // ref.row_bytes)
-        if not count:
-            break
-        after = end - at - count * ref.row_bytes
-        segments.append(Segment(address + at - begin, row, count, ref.row_bytes, after))
-        row += count
-    if row != rows:
-        raise ModelError(
-            f"tensor {ref.name}: row {row} of {rows} crosses the end of what the device was given; "
-            "try another memory strategy",
-            (ref.name,),
-        )
+    row = 0
+    for extent in ref.extents:
+        first, rows = row, row + extent.rows
+        for begin, address, nbytes in runs(extent):
+            at, end = extent.offset + (row - first) * extent.stride, begin + nbytes
+            if row == rows or not begin <= at < end:
+                continue
+            if end - at < ref.row_bytes:
+                break
+            count = min(rows - row, (end - at - ref.row_bytes) // extent.stride + 1)
+            after = end - at - (count - 1) * extent.stride - ref.row_bytes
+            segments.append(Segment(address + at - begin, row, count, extent.stride, after))
+            row += count
+        if row != rows:
+            raise ModelError(
+                f"tensor {ref.name}: row {row} of {ref.rows} crosses the end of what the device was given; "
+                "try another memory strategy",
+                (ref.name,),
+            )
     return tuple(segments)

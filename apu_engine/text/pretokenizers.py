@@ -8,6 +8,7 @@ a wrong pattern gives plausible but wrong ids.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,25 @@ def find_kind(pre: str, source: str) -> Kind:
             (pre,),
         )
     return kind
+
+
+def build_pipeline(text: str, source: str) -> tuple[PreTokenizer | None, Normalizer | None]:
+    """What a tokenizer.json has itself: JSON of its "pre_tokenizer" and "normalizer", either of them null.
+
+    Raises ModelError for components that the tokenizers library does not know.
+    """
+    from tokenizers import Tokenizer
+
+    parts = json.loads(text) | {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    try:
+        built = Tokenizer.from_str(json.dumps(parts))
+    except BaseException as error:  # the library panics too, which is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(
+            f"{source}: tokenizer.json: pre_tokenizer or normalizer: {error}", ("pre_tokenizer",)
+        ) from None
+    return built.pre_tokenizer, built.normalizer
 
 
 def build(kind: Kind) -> tuple[PreTokenizer, Normalizer | None]:

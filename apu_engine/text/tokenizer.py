@@ -51,7 +51,8 @@ class Tokenizer:
             if self._spm:
                 self._backend = _spm_backend(vocabulary)
             else:
-                kind = pretokenizers.find_kind(vocabulary.pre, vocabulary.source)
+                kind = pretokenizers.Kind(()) if vocabulary.pipeline else None
+                kind = kind or pretokenizers.find_kind(vocabulary.pre, vocabulary.source)
                 self._backend = _bpe_backend(vocabulary, kind)
                 default_bos = default_bos and kind.add_bos
         self._splitter = Splitter(vocabulary.control)
@@ -210,10 +211,14 @@ def _bpe_backend(vocabulary: Vocabulary, kind: pretokenizers.Kind) -> tokenizers
     if vocabulary.merges is None:
         raise FormatError(vocabulary.source, "tokenizer.ggml.merges", "is missing; a BPE vocabulary needs it")
     ids = _text_ids(vocabulary, vocabulary.tokens)
-    backend = Backend(_model_with_merges(vocabulary, ids, ignore_merges=kind.ignore_merges))
-    backend.pre_tokenizer, normalizer = pretokenizers.build(kind)
-    if normalizer is not None:
-        backend.normalizer = normalizer
+    ignore = kind.ignore_merges or vocabulary.ignore_merges
+    backend = Backend(_model_with_merges(vocabulary, ids, ignore_merges=ignore))
+    if vocabulary.pipeline:
+        _use_pipeline(backend, vocabulary)
+    else:
+        backend.pre_tokenizer, normalizer = pretokenizers.build(kind)
+        if normalizer is not None:
+            backend.normalizer = normalizer
     _add_whole(backend, vocabulary, ids)
     return backend
 
@@ -247,9 +252,20 @@ def _spm_backend(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     else:
         model = _model_with_scores(vocabulary, tokens, ids, runs, options)
     backend = Backend(model)
-    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    if vocabulary.pipeline:
+        _use_pipeline(backend, vocabulary)
+    else:
+        backend.normalizer = normalizers.Replace(" ", _SPACE)
     _add_whole(backend, vocabulary, ids)
     return backend
+
+
+def _use_pipeline(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    pre_tokenizer, normalizer = pretokenizers.build_pipeline(vocabulary.pipeline, vocabulary.source)
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
 
 
 def _model_with_scores(

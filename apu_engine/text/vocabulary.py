@@ -32,6 +32,7 @@ class Vocabulary:
     source: str
     kind: str  # tokenizer.ggml.model: "gpt2" or "llama"
     pre: str
+    pipeline: str  # JSON of a tokenizer.json's own normaliser and pre-tokenizer, which then apply; "" for none
     tokens: list[str]
     types: NDArray[np.uint8]  # (V,) 1 to 6
     scores: NDArray[np.float64] | None  # (V,)
@@ -46,6 +47,7 @@ class Vocabulary:
     add_bos: bool | None  # None: the file does not say
     add_eos: bool
     add_space_prefix: bool
+    ignore_merges: bool
 
 
 def read_vocabulary(meta: Mapping[str, Any], source: str) -> Vocabulary:
@@ -93,6 +95,7 @@ def read_vocabulary(meta: Mapping[str, Any], source: str) -> Vocabulary:
     control = {tokens[token_id]: token_id for token_id in held if tokens[token_id]}
 
     eog = {token_id for token_id in ends if token_id is not None}
+    eog |= set(reader.ids("eog_token_ids", size))
     eog |= {control[name] for name in EOG_NAMES & control.keys()}
     if "<|return|>" in control and "<|call|>" in control:  # harmony: <|end|> ends a message, not the turn
         eog -= {control.get("<|end|>", -1)} - {ids["eos"]}
@@ -111,6 +114,7 @@ def read_vocabulary(meta: Mapping[str, Any], source: str) -> Vocabulary:
         source=source,
         kind=kind,
         pre=reader.string("pre", default=""),
+        pipeline=str(meta.get("tokenizer.pipeline", "")),
         tokens=tokens,
         types=types,
         scores=scores,
@@ -125,6 +129,7 @@ def read_vocabulary(meta: Mapping[str, Any], source: str) -> Vocabulary:
         add_bos=add_bos,
         add_eos=add_eos,
         add_space_prefix=kind == "llama" if prefix is None else prefix,
+        ignore_merges=reader.flag("ignore_merges") or False,
     )
 
 
@@ -212,6 +217,16 @@ class _Reader:
         if not 0 <= int(value) < size:
             raise self.fail(key, f"is {value}, outside the vocabulary of {size} tokens")
         return int(value)
+
+    def ids(self, name: str, size: int) -> list[int]:
+        array = np.asarray(self.meta.get(_KEY + name, np.empty(0, np.int64)))
+        if (
+            array.ndim != 1
+            or array.dtype.kind not in "iu"
+            or (len(array) and not 0 <= array.min() <= array.max() < size)
+        ):
+            raise self.fail(name, f"expected ids below {size}, found {_what(array.tolist())}")
+        return [int(token_id) for token_id in array]
 
 
 def _what(value: Any) -> str:

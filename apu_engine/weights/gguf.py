@@ -83,7 +83,7 @@ _OTHER_FILES = (
 )
 
 
-def open_model(path: str | os.PathLike[str], *, whole: bool = True) -> ModelFile:
+def open_gguf(path: str | os.PathLike[str], *, whole: bool = True) -> ModelFile:
     """Read the header of a model: a file, any shard of a split set, or a folder that holds one of either.
 
     A file that ends before its tensors do is refused, unless `whole` is off: then the header is enough.

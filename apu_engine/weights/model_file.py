@@ -9,10 +9,10 @@ dimension first, as in numpy; GGUF stores them the other way round.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast, overload
+from typing import Any, Final, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,11 +87,40 @@ class StringArray(Sequence[str]):
         return f"StringArray({self._key}, {len(self)} strings)"
 
 
+class Extent(NamedTuple):
+    """`rows` rows of a tensor in file `shard`: the first at absolute `offset`, each next one `stride` bytes further."""
+
+    shard: int
+    offset: int
+    rows: int
+    stride: int
+    row_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte."""
+        return self.offset + (self.rows - 1) * self.stride + self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How a small tensor that no file holds is made when the model is loaded, from tensors that files do hold.
+
+    `make` takes the elements of `sources`, one flat array each in the file's own type (BF16 as float32), and returns
+    the tensor's. `why` says in a few words what is done.
+    """
+
+    why: str
+    sources: tuple[TensorRef, ...]
+    make: Callable[..., NDArray[Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Where one tensor lies: `nbytes` bytes at absolute `offset` of file `shard`, in blocks of `dtype`.
 
-    `dtype` is GGUF's type number (ggml_types.GGML_TYPES); `shape` is row-major, outermost dimension first.
+    `dtype` is GGUF's type number (ggml_types.GGML_TYPES); `shape` is row-major, outermost dimension first. A tensor in
+    several `pieces`, in the order of its rows, has shard and offset of the first; one that is `made` has shard -1.
     """
 
     name: str
@@ -100,6 +129,8 @@ class TensorRef:
     shard: int
     offset: int
     nbytes: int
+    pieces: tuple[Extent, ...] = ()
+    made: Made | None = None
 
     @property
     def type_name(self) -> str:
@@ -115,13 +146,24 @@ class TensorRef:
         block = GGML_TYPES[self.dtype]
         return (self.shape[-1] if self.shape else 1) // block.elements * block.nbytes
 
+    @property
+    def rows(self) -> int:
+        return self.nbytes // self.row_bytes
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """Its rows in files, in order; none of a tensor that is made."""
+        if self.made is not None:
+            return ()
+        return self.pieces or (Extent(self.shard, self.offset, self.rows, self.row_bytes, self.row_bytes),)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """A validated model header: one file, or a split set in the order of its shards.
 
-    `path` is the first file, `alignment` that of the first file. Extents of all tensors lie inside
-    `file_sizes`, unless only headers were asked for.
+    `path` is the first file, or the folder of safetensors; `alignment` that of the first file. Extents of all tensors
+    lie inside `file_sizes`, unless only headers were asked for.
     """
 
     path: Path
@@ -131,6 +173,8 @@ class ModelFile:
     alignment: int
     metadata: Mapping[str, Any]
     tensors: dict[str, TensorRef]
+    notices: tuple[str, ...] = ()  # what of the files is not used, for whoever loads them
+    origin: Callable[[str], tuple[Path, str]] | None = None  # a field's file, and its name there, where they differ
 
     @property
     def architecture(self) -> str:
@@ -146,20 +190,22 @@ class ModelFile:
     def missing_bytes(self) -> int:
         """What the files lack of the tensors, where only headers were asked for."""
         ends = [0] * len(self.files)
-        for tensor in self.tensors.values():
-            ends[tensor.shard] = max(ends[tensor.shard], tensor.offset + tensor.nbytes)
+        for extent in (extent for tensor in self.tensors.values() for extent in tensor.extents):
+            ends[extent.shard] = max(ends[extent.shard], extent.end)
         return sum(max(0, end - size) for end, size in zip(ends, self.file_sizes, strict=True))
 
     def fail(self, field: str, problem: str) -> FormatError:
         """A FormatError about this file, for callers that check more than a range."""
-        return FormatError(self.path, field, problem)
+        file, name = self.origin(field) if self.origin else (self.path, field)
+        return FormatError(file, name, problem)
 
     def _found(self, key: str, default: object) -> bool:
         """Whether the file has `key`; raises when it has not and there is no default."""
         if key in self.metadata:
             return True
         if default is REQUIRED:
-            raise self.fail(key, "is required but missing; convert the model again with current tools")
+            hint = "" if self.origin else "; convert the model again with current tools"
+            raise self.fail(key, f"is required but missing{hint}")
         return False
 
     def get_int(

@@ -14,7 +14,7 @@ from apu_engine import arch
 from apu_engine._native import NO_PAGE, PAGE_TOKENS, Device
 from apu_engine.memory.strategies import Job, open_weights
 from apu_engine.plan import LOGITS
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 
 class Running:

@@ -15,7 +15,7 @@ from apu_engine._native import Device
 from apu_engine.errors import ConfigError, FormatError
 from apu_engine.plan.cost import decode_bytes
 from apu_engine.plan.dump import lines, render
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import tiny_deepseek2_gguf, write
 
 IDS = np.random.default_rng(12).integers(0, 320, 150).tolist()

@@ -15,7 +15,7 @@ from apu_engine import arch
 from apu_engine._native import lib
 from apu_engine.arch.blocks import MATRIX_TYPES
 from apu_engine.errors import ApuError, ConfigError, FormatError, ModelError
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, write
 
 LIES = [

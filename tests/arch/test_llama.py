@@ -12,7 +12,7 @@ import reference
 from harness import running
 
 from apu_engine._native import Device
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel, tiny_llama_gguf, write
 
 TOLERANCE = 1e-4

@@ -19,7 +19,7 @@ from apu_engine.engine.context import fit
 from apu_engine.memory.limits import preset
 from apu_engine.plan.cost import decode_bytes
 from apu_engine.text.tokenizer import Tokenizer
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 CTX = 131_072
 Q4 = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "Q4_K")

@@ -15,7 +15,7 @@ from apu_engine._native import Device
 from apu_engine.errors import FormatError
 from apu_engine.plan.cost import Rows, cost, decode_bytes, family
 from apu_engine.plan.dump import lines, render
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel, tiny_qwen3_gguf, write
 
 TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ from published_models import published, write_sparse
 
 from apu_engine import arch
 from apu_engine._native import Device
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel, tiny_deepseek2_gguf, tiny_deepseek4_gguf, tiny_gemma3_gguf, tiny_llama_gguf
 
 BITS = {"f32": 32, "f16": 16, "q8_0": 8.5}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from apu_engine.errors import FormatError
 from apu_engine.weights.ggml_types import GGML_TYPES
-from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import StringArray
+from apu_engine.weights.opening import open_model
 
 VALID = gguf(
     [

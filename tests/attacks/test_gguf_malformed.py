@@ -29,7 +29,7 @@ from gguf_builder import (
 )
 
 from apu_engine.errors import FormatError
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 
 def keys(*more: tuple[str | bytes, bytes]) -> list[tuple[str | bytes, bytes]]:

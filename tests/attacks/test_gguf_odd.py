@@ -27,8 +27,8 @@ from gguf_builder import (
 )
 
 from apu_engine.errors import FormatError
-from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import ModelFile
+from apu_engine.weights.opening import open_model
 
 
 def load(tmp_path: Path, content: bytes) -> ModelFile:

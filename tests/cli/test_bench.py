@@ -19,7 +19,7 @@ from apu_engine.cli.bench_measure import GAP, ReadLimit, Sample, profile_lines, 
 from apu_engine.plan import Limits, PlanSpec, Tensor
 from apu_engine.plan.cost import Rows, decode_bytes, family, matrix_types
 from apu_engine.plan.spec import Op, Segment
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel
 
 

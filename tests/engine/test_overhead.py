@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from apu_engine import arch
 from apu_engine._native import Device
 from apu_engine.memory.strategies import Job, open_weights
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import tiny_llama_gguf
 
 

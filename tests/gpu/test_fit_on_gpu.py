@@ -15,7 +15,7 @@ from apu_engine.config import EngineConfig
 from apu_engine.engine.context import fit
 from apu_engine.engine.load import load
 from apu_engine.errors import BudgetError
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 GIB = 1 << 30
 CANDIDATES = ("registered", "direct", "staged")

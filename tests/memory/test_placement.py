@@ -7,7 +7,7 @@ import random
 import pytest
 
 from apu_engine.errors import ModelError
-from apu_engine.memory.placement import GAP, PAGE, Part, Placed, cut, segments
+from apu_engine.memory.placement import GAP, PAGE, Part, Placed, Places, cut
 from apu_engine.weights.model_file import TensorRef
 
 F32 = 0
@@ -50,11 +50,11 @@ def test_a_large_tensor_is_cut_on_pages_where_its_rows_allow() -> None:
     parts = cut([even], 6 * PAGE)
     assert all(part.begin % PAGE == 0 and part.layer == 0 for part in parts)
     placed = [Placed(part, 1 << 40 | part.begin) for part in parts]
-    assert segments(even, placed) == ((1 << 40 | 8 * PAGE, 0, 100, 1024, 0),)
+    assert Places(placed).segments(even) == ((1 << 40 | 8 * PAGE, 0, 100, 1024, 0),)
     odd = tensor("odd", 36, 100, 257)  # rows of 1028 bytes, never on a page boundary
     parts = cut([odd], 6 * PAGE)
     assert {part.layer for part in parts} == {0, 1}
-    found = segments(odd, [Placed(part, 1 << 30 | i << 24) for i, part in enumerate(parts)])
+    found = Places([Placed(part, 1 << 30 | i << 24) for i, part in enumerate(parts)]).segments(odd)
     assert len(found) == len(parts) and sum(segment.row_count for segment in found) == 100
     assert [segment.row_begin for segment in found] == [
         sum(segment.row_count for segment in found[:i]) for i in range(len(found))
@@ -76,9 +76,9 @@ def test_shards_and_gaps() -> None:
 def test_a_tensor_that_was_not_placed() -> None:
     ref = tensor("lost", 64, 4, 8)
     with pytest.raises(ModelError, match="tensor lost: row 0 of 4"):
-        segments(ref, [Placed(Part(0, 4096, 8192), 1 << 20)])
+        Places([Placed(Part(0, 4096, 8192), 1 << 20)]).segments(ref)
     with pytest.raises(ModelError, match="tensor lost: row 2 of 4"):
-        segments(ref, [Placed(Part(0, 64, 64 + 70), 1 << 20)])
+        Places([Placed(Part(0, 64, 64 + 70), 1 << 20)]).segments(ref)
 
 
 def test_every_row_is_found_once_whatever_the_layout() -> None:
@@ -92,7 +92,7 @@ def test_every_row_is_found_once_whatever_the_layout() -> None:
         address = {part: rng.randrange(1, 1 << 30) * PAGE + part.begin % PAGE for part in parts}
         for ref in refs:
             row = 0
-            for segment in segments(ref, [Placed(part, address[part]) for part in parts]):
+            for segment in Places([Placed(part, address[part]) for part in parts]).segments(ref):
                 assert segment.row_begin == row and segment.row_stride == ref.row_bytes
                 first = ref.offset + row * ref.row_bytes
                 inside = [p for p in parts if p.shard == ref.shard and p.begin <= first < p.end]

@@ -10,7 +10,7 @@ from apu_engine import arch
 from apu_engine._native import lib
 from apu_engine.plan import PlanSpec
 from apu_engine.plan.cost import Rows, cost, family, is_matrix, operands
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 from models import TinyModel
 
 

@@ -24,8 +24,8 @@ from harness import running
 from numpy.typing import NDArray
 
 from apu_engine._native import Device
-from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import ModelFile
+from apu_engine.weights.opening import open_model
 from models import TinyModel
 
 VARIANTS: dict[str, dict[str, str]] = {"default": {}, "fine": {"precision": "fine"}, "exact": {"precision": "exact"}}

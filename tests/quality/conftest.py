@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apu_engine.text.tokenizer import Tokenizer
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 PROSE = Path(__file__).parents[1] / "data" / "prose.txt"
 

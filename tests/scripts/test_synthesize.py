@@ -25,7 +25,7 @@ from apu_engine import LLM, arch
 from apu_engine.arch.blocks import MATRIX_TYPES
 from apu_engine.text.tokenizer import Tokenizer
 from apu_engine.weights.ggml_types import GGML_TYPES
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "synthesize.py"
 KNOWN = list(arch.ARCHITECTURES)  # what the engine builds, the script writes

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from apu_engine.text.tokenizer import Tokenizer
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 
 def load(path: Path) -> Tokenizer:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from apu_engine.text.prompt import encode_prompt
 from apu_engine.text.template import ChatTemplate
 from apu_engine.text.tokenizer import Tokenizer
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 MORE = [
     "<｜begin▁of▁sentence｜>Be brief.<｜User｜>Hi<｜Assistant｜><think>",

@@ -17,8 +17,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from apu_engine.errors import FormatError
 from apu_engine.weights.ggml_types import GGML_TYPES, type_name
-from apu_engine.weights.gguf import open_model
 from apu_engine.weights.model_file import REQUIRED, ModelFile, StringArray, TensorRef
+from apu_engine.weights.opening import open_model
 
 
 def write(path: Path, **tensors: Any) -> gguf.GGUFWriter:

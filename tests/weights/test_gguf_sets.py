@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from apu_engine.errors import FormatError
-from apu_engine.weights.gguf import open_model
+from apu_engine.weights.opening import open_model
 
 TENSORS = {f"blk.{i}.w": np.full((i + 1, 32), i, np.float32) for i in range(6)}
 
