@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import synthesize
+from synthesis.architectures import ARCHITECTURES
 
 from apu_engine.catalog import fetch
 
@@ -34,6 +38,23 @@ def test_weights_exist_once(name: str) -> None:
         (file,) = process["files"]
         assert file["private_clean"] == file["private_dirty"] == 0
         assert file["pss"] < 0.6 * alone["files"][0]["rss"]
+
+
+def test_experts_of_a_v4_flash_exist_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its types and kinds of layers at reduced sizes, 190 MB: anonymous memory of the whole run is told and small."""
+    presets = ARCHITECTURES["deepseek4"].presets
+    letters = {"L": 6, "D": 1024, "H": 16, "d": 128, "dr": 64, "Rq": 512, "Ro": 256, "G": 4, "dg": 512, "F": 512}
+    letters |= {"Hi": 8, "di": 64, "ki": 32, "S": 4, "E": 64, "k": 6, "hashed": 2, "V": 8192}
+    reduced = replace(presets["v4-flash-q2"], letters=letters)
+    monkeypatch.setitem(ARCHITECTURES, "deepseek4", replace(ARCHITECTURES["deepseek4"], presets={"reduced": reduced}))
+    path = tmp_path / "reduced.gguf"
+    assert synthesize.main(["--arch", "deepseek4", "--preset", "reduced", "--out", str(path)]) == 0
+    assert path.stat().st_size > 180e6
+    status, report = run(str(path), "--ctx", "256")
+    assert status == 0 and report["ok"], report["findings"]
+    growth = next(f["text"] for f in report["findings"] if "anonymous memory grew by" in f["text"])
+    grown = re.search(r"grew by ([\d.]+) (k|M)B", growth)
+    assert grown is not None and float(grown[1]) * {"k": 1e3, "M": 1e6}[grown[2]] < 0.2 * path.stat().st_size, growth
 
 
 def test_a_forced_copy_is_noticed_and_named() -> None:
