@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from apu_engine.access import Distro, Rights, container, node, tier
+from apu_engine.access import runtime as package
 from apu_engine.config import hip_library_wanted
 from apu_engine.errors import ConfigError, GpuError
 from apu_engine.memory.machine import AmdGpu, Machine
@@ -96,8 +98,6 @@ def _find_any(kernels: str | None) -> tuple[Device | None, Choice]:
     if not gpus:
         absent = "none in /sys/class/kfd" if machine.has_kfd else "/dev/kfd is absent"
         return None, Choice("cpu", 0, f"no AMD GPU: {absent}")
-    from apu_engine.doctor.gpu_checks import tier
-
     gpu = next((gpu for gpu in gpus if tier(gpu.gfx) != "not supported"), None)
     if gpu is None:
         return None, Choice("cpu", 0, f"{gpus[0].gfx} is present, but there are no kernels for it")
@@ -137,22 +137,14 @@ def _with(runtime: Chosen | None) -> str:
 
 def _locked_out(machine: Machine, gpu: AmdGpu) -> str:
     """Which of the GPU's devices is absent or closed to this user, and the remedy; "" where none is."""
-    from apu_engine.doctor import gpu_checks
-    from apu_engine.doctor.context import Context, Request
-
-    context = Context(machine, Request(device=f"hip:{machine.amd_gpus().index(gpu)}"))
-    for check in (gpu_checks.kfd(context), gpu_checks.render(context)):
-        if check.verdict == "bad":
-            name = "/dev/kfd is " if check.value == "absent" else ""
-            return f"{name}{check.value}: {', then '.join(check.remedy)}"
+    for path in (machine.path("dev/kfd"), gpu.render_node):
+        if path is not None and (found := node(machine, Rights(), container(machine), path)).remedy:
+            return f"{found.value}: {', then '.join(found.remedy)}"
     return ""
 
 
 def _what_helps(machine: Machine, gpu: AmdGpu, runtime: Chosen | None) -> str:
     """Rights that are missing, or the package of a runtime that is not there."""
-    from apu_engine.doctor.context import Distro
-    from apu_engine.doctor.remedies import runtime as package
-
     locked = _locked_out(machine, gpu)
     if locked or runtime is not None:
         return locked

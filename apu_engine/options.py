@@ -168,7 +168,7 @@ _CONVERT: Mapping[str, Any] = {
 def format_size(nbytes: int) -> str:
     """Bytes in binary units that `--memory-budget` and its like read back: 0, 512 B, 1.5 GiB."""
     for unit, name in (("t", "TiB"), ("g", "GiB"), ("m", "MiB"), ("k", "KiB")):
-        if nbytes >= _SIZE_UNITS[unit]:
+        if abs(nbytes) >= _SIZE_UNITS[unit] * (1 - 0.05 / 1024):  # which would be 1024.0 of the smaller one
             amount = nbytes / _SIZE_UNITS[unit]
             return f"{amount:.0f} {name}" if amount == int(amount) else f"{amount:.1f} {name}"
     return f"{nbytes} B" if nbytes else "0"

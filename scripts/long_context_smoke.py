@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from apu_engine._native import PAGE_TOKENS, Device, lib
 from apu_engine.cli import standard_streams
 from apu_engine.errors import ApuError, ConfigError
-from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.footprint import Finding
+from apu_engine.options import format_size
 from apu_engine.plan import LOGITS, SAMPLE, TOP, Limits, Plan
 from apu_engine.plan.builder import PlanBuilder
 from apu_engine.plan.operands import ROPE_HALVES, Rope
@@ -142,10 +142,10 @@ def show(report: dict[str, Any]) -> None:
     print(f"{report['model']} on {report['device']}\n{report['memory']}")
     print(f"{'tokens':>8}{'seconds':>9}{'read/s':>9}{'step ms':>9}{'anonymous':>11}{'file pages':>12}{'device':>10}")
     for p in report["points"]:
-        device = "" if p.device is None else human_bytes(p.device)
+        device = "" if p.device is None else format_size(p.device)
         print(
-            f"{p.tokens:8}{p.seconds:9.2f}{p.read_per_s:9.0f}{p.decode_ms:9.2f}{human_bytes(p.anonymous):>11}"
-            f"{human_bytes(p.files):>12}{device:>10}"
+            f"{p.tokens:8}{p.seconds:9.2f}{p.read_per_s:9.0f}{p.decode_ms:9.2f}{format_size(p.anonymous):>11}"
+            f"{format_size(p.files):>12}{device:>10}"
         )
     for check in report["checks"]:
         print(("ok    " if check.ok else "FAIL  ") + check.text)

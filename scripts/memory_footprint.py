@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from apu_engine.cli import standard_streams
 from apu_engine.errors import ApuError
-from apu_engine.memory.budget import human_bytes, memory_available
+from apu_engine.memory.budget import memory_available
 from apu_engine.memory.copies import check_copies
 from apu_engine.memory.footprint import (
     GPU_GROWTH_FLOOR,
@@ -43,6 +43,7 @@ from apu_engine.memory.footprint import (
     weight_files,
     write_back,
 )
+from apu_engine.options import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,8 +146,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         expected, floor = (0, GPU_GROWTH_FLOOR) if on_gpu else (held, GROWTH_FLOOR)
         findings.append(check_growth(alone, before.anonymous, expected, weights, floor))
         if max(expected, floor if on_gpu else 0) > weights:
-            what = f"the {human_bytes(floor)} that the runtime may take" if on_gpu else "KV and scratch"
-            size, remedy = ("", "a larger model") if on_gpu else (f" ({human_bytes(expected)})", "a smaller --ctx")
+            what = f"the {format_size(floor)} that the runtime may take" if on_gpu else "KV and scratch"
+            size, remedy = ("", "a larger model") if on_gpu else (f" ({format_size(expected)})", "a smaller --ctx")
             findings.append(Finding(False, f"{what}{size} could hide a copy of the weights; use {remedy}"))
         if on_gpu:
             findings += check_device(used, weights, memory["device"] - held, held)

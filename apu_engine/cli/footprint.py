@@ -75,27 +75,27 @@ class Report:
 
     def text(self) -> str:
         """The table, then a line for each that tells something."""
-        from apu_engine.memory.budget import human_bytes
+        from apu_engine.options import format_size
 
         hidden = "+" if self.sharing.hidden else ""
         lines = [self.now.table({key: f"{len(pids)}{hidden}" for key, pids in self.sharing.pids.items()})]
         if self.sharing.hidden:
             lines.append(f"+: not counting those whose mappings this user may not read ({self.sharing.hidden})")
         for item in self.drivers:
-            kinds = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in item.kinds.items()) or "nothing"
+            kinds = ", ".join(f"{kind} {format_size(size)}" for kind, size in item.kinds.items()) or "nothing"
             lines.append(f"GPU {item.gpu} ({item.source}): {kinds}")
         lines.append(f"engine: {self._engine_line()}")
         return "\n".join(lines)
 
     def _engine_line(self) -> str:
-        from apu_engine.memory.budget import human_bytes
+        from apu_engine.options import format_size
 
         if self.engine is None:
             return f"registered, device, KV cache and scratch are unknown: {self.unknown}"
         engine, way = self.engine, f", way {self.engine.way}" if self.engine.way else ""
         sizes = (("registered", engine.registered), ("device", engine.device), ("KV", engine.kv))
-        told = ", ".join(f"{name} {human_bytes(size)}" for name, size in (*sizes, ("scratch", engine.scratch)))
-        return f"weights {human_bytes(engine.weights)} ({engine.strategy}{way}), {told}"
+        told = ", ".join(f"{name} {format_size(size)}" for name, size in (*sizes, ("scratch", engine.scratch)))
+        return f"weights {format_size(engine.weights)} ({engine.strategy}{way}), {told}"
 
 
 def _own(config: EngineConfig) -> Report:

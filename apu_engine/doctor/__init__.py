@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from apu_engine.doctor.report import Check, Report
 
 if TYPE_CHECKING:
+    from apu_engine.access import Rights
     from apu_engine.config import EngineConfig
-    from apu_engine.doctor.context import Context, Request, Rights
+    from apu_engine.doctor.context import Context, Request
     from apu_engine.memory.machine import Machine
 
 Look = Callable[["Context"], "Check"]

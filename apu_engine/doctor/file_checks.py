@@ -10,9 +10,11 @@ import re
 import shutil
 from dataclasses import replace
 
+from apu_engine import access
 from apu_engine.doctor import remedies
-from apu_engine.doctor.context import Context, mount_of
-from apu_engine.doctor.report import Check, Verdict, absent, gib
+from apu_engine.doctor.context import Context
+from apu_engine.doctor.report import Check, Verdict, absent
+from apu_engine.options import format_size
 
 LOW_DISK = 16 << 30
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "glusterfs")
@@ -33,7 +35,7 @@ def rocm(ctx: Context) -> Check:
     if named := hip_library_wanted():
         return Check("rocm", "info", f"APU_HIP_LIBRARY names {named}", data=data)
     if not copies:
-        return Check("rocm", "bad", "libamdhip64 is not installed", remedies.runtime(ctx.distro), data)
+        return Check("rocm", "bad", "libamdhip64 is not installed", access.runtime(ctx.distro), data)
     newest = copies[0]
     others = f"; {len(copies) - 1} more" if len(copies) > 1 else ""
     value = f"{newest.version_text}, {ctx.machine.shown(newest.path)}{others}"
@@ -43,7 +45,7 @@ def rocm(ctx: Context) -> Check:
 def file_system(ctx: Context) -> Check:
     """What the models lie on: whether pages can be large, and reads direct."""
     folder = ctx.request.folder
-    mount = mount_of(ctx.machine, folder)
+    mount = access.mount_of(ctx.machine, folder)
     if mount is None:
         return Check("file_system", "info", f"of {folder} is not shown")
     kind = mount.kind
@@ -92,7 +94,7 @@ def disk(ctx: Context) -> Check:
     except OSError as error:
         return Check("disk", "info", f"{existing}: {error.strerror}")
     data = {"folder": str(existing), "free": usage.free, "total": usage.total}
-    value = f"{gib(usage.free)} of {gib(usage.total)} for {existing}"
+    value = f"{format_size(usage.free)} of {format_size(usage.total)} for {existing}"
     if usage.free < LOW_DISK:
         remedy = ("make room, or name a model on another disk",)
         return Check("disk", "warn", f"{value}: too little for most models", remedy, data)
@@ -112,7 +114,7 @@ def model(ctx: Context) -> Check:
     size = sum(opened.file_sizes)
     files = f" in {len(opened.files)} files" if len(opened.files) > 1 else ""
     data = {"files": [str(file) for file in opened.files], "bytes": size}
-    return Check("model", "ok", f"{opened.path}: {gib(size)}{files}", data=data)
+    return Check("model", "ok", f"{opened.path}: {format_size(size)}{files}", data=data)
 
 
 def budget(ctx: Context) -> Check:
@@ -161,7 +163,7 @@ def page_cache(ctx: Context) -> Check:
         total, resident = total + size, resident + pages
     data = {"resident": resident, "bytes": total}
     share = 100 * resident // total if total else 0
-    return Check("page_cache", "ok", f"{gib(resident)} of {gib(total)} ({share}%) in memory", data=data)
+    return Check("page_cache", "ok", f"{format_size(resident)} of {format_size(total)} ({share}%) in memory", data=data)
 
 
 def _unread(ctx: Context) -> str:

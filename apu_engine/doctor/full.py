@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.doctor.context import Context
-from apu_engine.doctor.report import Check, absent, gib, rounded
+from apu_engine.doctor.report import Check, absent, rounded
 from apu_engine.doctor.strategies import strategies
 from apu_engine.errors import ApuError, brief
 from apu_engine.memory.bandwidth import PASSES, range_bytes
 from apu_engine.memory.watchdog import MEASURING_SECONDS, Task, Watchdog
+from apu_engine.options import format_size
 
 if TYPE_CHECKING:
     from apu_engine._native import Device
@@ -133,7 +134,7 @@ def gpu_bandwidth(ctx: Context, device: Device) -> Check:
         region.free()
     numbers = {"gb_per_s": rounded(rate), "bytes": nbytes}
     usual = _USUAL.get(device.props.arch, 0)
-    value = f"{rate:.1f} GB/s of {gib(nbytes)}"
+    value = f"{rate:.1f} GB/s of {format_size(nbytes)}"
     if rate < usual * _LOW_SHARE:
         remedy = ("see the power profile, the carve-out and other programs that use the GPU",)
         return Check(

@@ -11,15 +11,15 @@ import re
 import sys
 from pathlib import Path
 
+from apu_engine.access import node, tier
 from apu_engine.doctor import gtt as gtt_users
 from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context
 from apu_engine.doctor.machine_checks import has_dkms
-from apu_engine.doctor.report import Check, absent, gib
+from apu_engine.doctor.report import Check, absent
 from apu_engine.memory.machine import AMD, GIB, PAGE, PAGES_PER_GIB
+from apu_engine.options import format_size
 
-BUILT_FOR = ("gfx1151", "gfx1150", "gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1200", "gfx1201", "gfx90a")
-SIMULATED = ("gfx1151", "gfx1150")
 BAD_MES = {0x83: "hangs and memory faults (linux-firmware 20251125)"}
 MES_VERSION = 0xFFF  # AMDGPU_MES_VERSION_MASK
 LARGE_CARVE_OUT = 2 * GIB
@@ -64,35 +64,10 @@ def render(ctx: Context) -> Check:
 def _device(ctx: Context, id_: str, path: Path | None) -> Check:
     if ctx.gpu is None or path is None:
         return absent(id_, ctx.no_gpu)
-    shown = ctx.machine.shown(path)
-    if not path.exists():
-        remedy = (
-            remedies.devices(ctx)
-            if ctx.container
-            else ("sudo modprobe amdgpu", "where that fails: sudo dmesg | grep -i -e amdgpu -e kfd")
-        )
-        return Check(id_, "bad", "absent" if id_ == "kfd" else f"{shown} is absent", remedy)
-    group_id = ctx.rights.owner(path)
-    group = ctx.machine.groups.get(group_id, str(group_id))
-    if ctx.rights.may_use(path):
-        return Check(id_, "ok", f"{shown}, group {group}", data={"group": group})
-    value = f"{shown}: {ctx.rights.user} may not open it; it belongs to group {group}"
-    if ctx.container:
-        return Check(id_, "bad", value, remedies.devices(ctx, str(group_id)), {"group": group})
-    if ctx.rights.user in _members(ctx, group):
-        remedy = (f"log out and in again: {ctx.rights.user} was put into group {group} after this login",)
-    else:
-        groups = "render,video" if group in ("render", "video") else group
-        remedy = (f"sudo usermod -aG {groups} {ctx.rights.user}", "log out and in again")
-    return Check(id_, "bad", value, remedy, {"group": group})
-
-
-def _members(ctx: Context, group: str) -> list[str]:
-    for line in (ctx.machine.text("etc/group") or "").splitlines():
-        fields = line.split(":")
-        if fields[0] == group and len(fields) == 4:
-            return fields[3].split(",")
-    return []
+    found = node(ctx.machine, ctx.rights, ctx.container, path)
+    if not found.group:
+        return Check(id_, "bad", "absent" if id_ == "kfd" else found.value, found.remedy)
+    return Check(id_, "bad" if found.remedy else "ok", found.value, found.remedy, {"group": found.group})
 
 
 def gpu(ctx: Context) -> Check:
@@ -114,15 +89,6 @@ def gpu(ctx: Context) -> Check:
     if tier(target) == "not supported":
         return Check("gpu", "bad", value, ("run with --device cpu",), data)
     return Check("gpu", "ok", value, data=data)
-
-
-def tier(target: str) -> str:
-    """As in the README's support table."""
-    if target in SIMULATED:
-        return "kernels simulated, not reported on AMD yet"
-    if target in BUILT_FOR:
-        return "kernels compiled, not run"
-    return "kernels of the family, not run" if re.fullmatch(r"gfx1[12]\d[0-9a-f]", target) else "not supported"
 
 
 def kernels(ctx: Context) -> Check:
@@ -186,12 +152,12 @@ def carve_out(ctx: Context) -> Check:
         return Check("carve_out", "info", "not shown")
     data = {"total": total, "used": used}
     if not ctx.gpu.integrated:
-        return Check("carve_out", "info", f"{gib(total)} of the card's own", data=data)
+        return Check("carve_out", "info", f"{format_size(total)} of the card's own", data=data)
     if total > LARGE_CARVE_OUT:
-        value = f"{gib(total)}: lost to file pages, which are what the weights are"
+        value = f"{format_size(total)}: lost to file pages, which are what the weights are"
         remedy = ("in the BIOS set the UMA frame buffer (GPU memory) to its smallest value, 512 MB or auto",)
         return Check("carve_out", "warn", value, remedy, data)
-    return Check("carve_out", "ok", gib(total), data=data)
+    return Check("carve_out", "ok", format_size(total), data=data)
 
 
 def kfd_limit(ctx: Context) -> Check:
@@ -202,10 +168,10 @@ def kfd_limit(ctx: Context) -> Check:
     data = {"limit": limit, "model": size or None}
     if limit is None:
         return Check("kfd_limit", "ok", "lifted (amdgpu.no_system_mem_limit)", data=data)
-    value = f"{gib(limit)} of file pages in place"
+    value = f"{format_size(limit)} of file pages in place"
     if size > limit:
         remedy = ("use a smaller quantisation, or --device cpu",)
-        return Check("kfd_limit", "bad", f"{value}; the model has {gib(size)}", remedy, data)
+        return Check("kfd_limit", "bad", f"{value}; the model has {format_size(size)}", remedy, data)
     return Check("kfd_limit", "ok", value, data=data)
 
 
@@ -217,7 +183,7 @@ def gtt(ctx: Context) -> Check:
     if total is None or used is None:
         return Check("gtt", "info", "not shown")
     data: dict[str, object] = {"total": total, "used": used, "owners": [], "unowned": None}
-    value = f"{gib(used)} of {gib(total)} used"
+    value = f"{format_size(used)} of {format_size(total)} used"
     if used < LEAK_CERTAIN:
         return Check("gtt", "ok", value, data=data)
     number = ctx.machine.number(f"sys/class/kfd/kfd/topology/nodes/{ctx.gpu.node}/gpu_id")
@@ -226,13 +192,13 @@ def gtt(ctx: Context) -> Check:
     unowned = max(0, used - owned)
     data["owners"] = [{"pid": user.pid, "name": user.name, "bytes": user.bytes} for user in users.found]
     data["unowned"] = unowned if users.complete else None
-    if shown := ", ".join(f"{user.name} ({user.pid}) {gib(user.bytes)}" for user in users.found[:3]):
+    if shown := ", ".join(f"{user.name} ({user.pid}) {format_size(user.bytes)}" for user in users.found[:3]):
         value += f": {shown}"
     if not users.finished:
         return Check("gtt", "info", f"{value}; by whom was not looked up", data=data)
     if unowned < (LEAK_CERTAIN if users.complete else LEAK_LIKELY):
         return Check("gtt", "ok", value, data=data)
-    leak = f"{gib(unowned)} without an owner: left behind by processes that died, until the next boot"
+    leak = f"{format_size(unowned)} without an owner: left behind by processes that died, until the next boot"
     if users.complete:
         return Check("gtt", "bad", f"{leak}; {value}", (remedies.REBOOT,), data)
     leak += f", or held by one of {users.hidden} processes of other users"
@@ -249,7 +215,7 @@ def ttm(ctx: Context) -> Check:
     total = machine.memory_total
     advised = max(1, (total - HEADROOM) // GIB // 4 * 4)
     data: dict[str, object] = {"module": module, "pages": pages, "advised_pages": advised * PAGES_PER_GIB, "stale": []}
-    value = "not shown" if pages is None else f"{pages} pages, {gib(pages * PAGE)}"
+    value = "not shown" if pages is None else f"{pages} pages, {format_size(pages * PAGE)}"
     stale: list[str] = [name for name in ("amdgpu.gttsize", "amdgpu.gtt_size") if name in ctx.parameters]
     given = machine.number("sys/module/amdgpu/parameters/gttsize")
     elsewhere = given is not None and given >= 0 and "amdgpu.gttsize" not in stale
@@ -275,7 +241,7 @@ def ttm(ctx: Context) -> Check:
     if pages is None:
         return Check("ttm", "info", value, data=data)
     if pages * PAGE > total:
-        value += f"; more than the memory ({gib(total)}), so that allocations of the GPU can exhaust it"
+        value += f"; more than the memory ({format_size(total)}), so that allocations of the GPU can exhaust it"
         return Check("ttm", "warn", value, remedies.pages_limit(ctx, advised), data)
     if ctx.gpu.integrated and pages * PAGE < total * 5 // 8:
         value += "; file pages in place need none of it, a copy (--memory staged) must fit into it"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from apu_engine import access
 from apu_engine.doctor import remedies
 from apu_engine.doctor.context import Context
-from apu_engine.doctor.report import Check, Verdict, absent, gib, worst
+from apu_engine.doctor.report import Check, Verdict, absent, worst
+from apu_engine.options import format_size
 
 ADVISED_KERNEL = (6, 18, 4)
 SVM_KERNEL = (6, 10, 0)
@@ -172,7 +174,7 @@ def container(ctx: Context) -> Check:
         return Check("container", "info", f"{kind}; the host shows no AMD GPU", data=data)
     if missing:
         value = f"{kind} without {' and '.join(missing)}; the host has a GPU ({ctx.gpus[0].gfx})"
-        return Check("container", "bad", value, remedies.devices(ctx), {**data, "missing": missing})
+        return Check("container", "bad", value, access.devices(ctx.container), {**data, "missing": missing})
     return Check("container", "ok", f"{kind}, with the GPU's devices", data=data)
 
 
@@ -203,13 +205,13 @@ def memory(ctx: Context) -> Check:
     machine = ctx.machine
     total, available, limit = machine.memory_total, machine.memory_available, machine.cgroup_limit
     data = {"total": total, "available": available, "cgroup_limit": limit}
-    value = f"{gib(total)}, {gib(available)} available"
+    value = f"{format_size(total)}, {format_size(available)} available"
     if limit is None:
         return Check("memory", "ok", value, data=data)
-    value += f"; this cgroup may use {gib(limit)}"
+    value += f"; this cgroup may use {format_size(limit)}"
     if 0 < limit < ctx.model_bytes:
         flag = "start the container with a higher --memory, or without" if ctx.container else "raise MemoryMax"
-        value += f", the model has {gib(ctx.model_bytes)}: its pages are read again and again"
+        value += f", the model has {format_size(ctx.model_bytes)}: its pages are read again and again"
         return Check("memory", "warn", value, (flag,), data)
     return Check("memory", "ok", value, data=data)
 
@@ -226,12 +228,12 @@ def memlock(ctx: Context) -> Check:
     if limit is None:
         return Check("memlock", "ok", "unlimited", data=data)
     if _may_lock(ctx):
-        return Check("memlock", "ok", f"{gib(limit)}, but CAP_IPC_LOCK lifts it", data=data)
+        return Check("memlock", "ok", f"{format_size(limit)}, but CAP_IPC_LOCK lifts it", data=data)
     if limit >= needed:
-        return Check("memlock", "ok", gib(limit), data=data)
-    what = f"the model's {gib(needed)}" if ctx.model_bytes else "a large model"
-    value = f"{gib(limit)}: too little for {what}; its pages can be reclaimed while the GPU uses them"
-    return Check("memlock", "warn", value, remedies.memlock(ctx), data)
+        return Check("memlock", "ok", format_size(limit), data=data)
+    what = f"the model's {format_size(needed)}" if ctx.model_bytes else "a large model"
+    value = f"{format_size(limit)}: too little for {what}; its pages can be reclaimed while the GPU uses them"
+    return Check("memlock", "warn", value, access.memlock(ctx.container, ctx.host.family), data)
 
 
 def _may_lock(ctx: Context) -> bool:

@@ -1,12 +1,12 @@
 """Remedies that differ between distributions: kernel parameters, module options, packages, firmware.
 
 Each function gives lines in the order to do them. A line is a command, or says which line to put into which file.
-`on_host` begins the first line where a container has to be left for it.
+`on_host` begins the first line where a container has to be left for it. What a start needs as well is in access.py.
 """
 
 from __future__ import annotations
 
-from apu_engine.doctor.context import Context, Distro
+from apu_engine.doctor.context import Context
 from apu_engine.memory.machine import PAGES_PER_GIB
 
 _GRUB = {
@@ -23,7 +23,6 @@ _INITRAMFS = {
     "arch": "sudo mkinitcpio -P",
 }
 REBOOT = "sudo reboot"
-MEMLOCK_FILE = "/etc/security/limits.d/99-memlock.conf"
 
 
 def parameters(ctx: Context, add: str = "", remove: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -103,50 +102,3 @@ def firmware(ctx: Context) -> tuple[str, ...]:
     first = commands.get(family, "install a linux-firmware of 2026")
     rebuild = "sudo nixos-rebuild boot" if family == "nixos" else _INITRAMFS.get(family, "rebuild the initramfs")
     return f"{host}{first}", rebuild, REBOOT
-
-
-def runtime(distro: Distro) -> tuple[str, ...]:
-    """How AMD's HIP runtime is installed."""
-    commands = {
-        "ubuntu": "sudo apt install libamdhip64-dev",
-        "debian": "sudo apt install libamdhip64-dev",
-        "fedora": "sudo dnf install rocm-hip",
-        "arch": "sudo pacman -S hip-runtime-amd",
-        "suse": "install hip-runtime-amd from AMD's repository",
-        "nixos": "in configuration.nix: hardware.amdgpu.opencl.enable = true; and rocmPackages.clr in systemPackages",
-    }
-    line = commands.get(distro.family, "install hip-runtime-amd of ROCm")
-    return line, "or in this environment: pip install rocm-sdk-core"
-
-
-def memlock(ctx: Context) -> tuple[str, ...]:
-    """Unlimited locked memory, as needed to keep file pages resident."""
-    if ctx.container:
-        flag = "--ulimit memlock=-1:-1"
-        if ctx.container == "lxc":
-            flag = "lxc.prlimit.memlock = unlimited (in the container's configuration)"
-        return (f"start the container with {flag}",)
-    if ctx.host.family == "nixos":
-        entry = '{ domain = "*"; type = "-"; item = "memlock"; value = "unlimited"; }'
-        return f"in configuration.nix: security.pam.loginLimits = [ {entry} ];", "sudo nixos-rebuild switch"
-    return (
-        f"echo '*  -  memlock  unlimited' | sudo tee {MEMLOCK_FILE}",
-        "log out and in again",
-        "for a systemd service: LimitMEMLOCK=infinity in its [Service] section",
-    )
-
-
-def devices(ctx: Context, group: str = "") -> tuple[str, ...]:
-    """Flags that give a container the GPU."""
-    if ctx.container == "podman":
-        return ("start the container with --device /dev/kfd --device /dev/dri --group-add keep-groups",)
-    if ctx.container == "lxc":
-        return (
-            "on the host, in the container's configuration: lxc.mount.entry = /dev/kfd dev/kfd none bind,create=file",
-            "and: lxc.mount.entry = /dev/dri dev/dri none bind,create=dir",
-        )
-    if ctx.container == "kubernetes":
-        return ("request amd.com/gpu: 1 in the pod's resources (needs AMD's device plugin on the node)",)
-    if not group:
-        group = "$(getent group render | cut -d: -f3)"  # by number, which needs no entry in the container
-    return (f"start the container with --device /dev/kfd --device /dev/dri --group-add {group}",)

@@ -119,16 +119,6 @@ def _brief(checks: Sequence[Check]) -> str:
     return ", ".join([*shown, "..."] if len(checks) > 2 else shown)
 
 
-def gib(count: int) -> str:
-    """Binary units, as limits of memory are set: 67320328192 -> "62.7 GiB"."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1023.5:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB" if value < 1023.5 else f"{value / 1024:.2f} TiB"
-
-
 def rounded(value: float) -> float:
     """Four digits, as many as a measurement has."""
     return float(f"{value:.4g}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from apu_engine._native import PAGE_TOKENS
 from apu_engine.errors import ApuError, BudgetError
-from apu_engine.memory.budget import RUNTIME_BYTES, Estimate, Needs, estimates, human_bytes
+from apu_engine.memory.budget import RUNTIME_BYTES, Estimate, Needs, estimates
 from apu_engine.memory.limits import Limits, of_machine
 from apu_engine.options import format_size
 
@@ -291,8 +291,8 @@ def choose_context(
             notices.append(f"--force: {problem}")
         elif need(requested) + weight_bytes > available:
             notices.append(
-                f"weights ({human_bytes(weight_bytes)}) and ctx {requested} ({human_bytes(need(requested))}) exceed "
-                f"the memory available ({human_bytes(available)}); weights will be read from disk again and again"
+                f"weights ({format_size(weight_bytes)}) and ctx {requested} ({format_size(need(requested))}) exceed "
+                f"the memory available ({format_size(available)}); weights will be read from disk again and again"
             )
         if requested > trained:
             notices.append(_above_trained(requested, trained))
@@ -304,7 +304,7 @@ def choose_context(
     fits = _longest(most, lambda ctx: need(ctx) <= bound)
     least = min(LEAST, most)
     if fits >= least:
-        return ContextChoice(fits, f"fits in {human_bytes(bound)}")
+        return ContextChoice(fits, f"fits in {format_size(bound)}")
     if need(least) <= available:  # which is what holds for a context that was asked for
         return ContextChoice(least, "the least")
     problem = _cpu_refusal(least, need, available, budget)
@@ -341,7 +341,7 @@ def _cpu_refusal(tokens: int, need: Callable[[int], int], bound: int, budget: bo
     remedies = [f"use ctx {longest}"] if longest else []
     remedies += ["use kv_type f16 where it is f32, q8_0 where it is f16", "lower parallel or batch"]
     remedies.append("raise memory_budget" if budget else "free memory")
-    what = f"memory_budget leaves {human_bytes(bound)}" if budget else f"{human_bytes(bound)} is available"
-    return f"ctx {tokens} needs {human_bytes(need(tokens))} for KV cache and scratch, but {what}; " + ", or ".join(
+    what = f"memory_budget leaves {format_size(bound)}" if budget else f"{format_size(bound)} is available"
+    return f"ctx {tokens} needs {format_size(need(tokens))} for KV cache and scratch, but {what}; " + ", or ".join(
         [*remedies, "try anyway with --force"]
     )

@@ -22,9 +22,9 @@ from apu_engine.engine.engine import Engine
 from apu_engine.engine.job import SamplingParams
 from apu_engine.engine.sampling import sampling_defaults
 from apu_engine.errors import ApuError, BudgetError, ConfigError, LoadCancelled, MappingError, ModelError
-from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.mapping import Mapping, Progress
 from apu_engine.memory.watchdog import Watchdog
+from apu_engine.options import format_size
 from apu_engine.weights.model_file import ModelFile
 
 if TYPE_CHECKING:
@@ -395,23 +395,19 @@ def summary(runtime: Runtime) -> str:
     from apu_engine.memory.strategies import LETTERS
 
     now = footprint(files=runtime.model.files)
-    anonymous = _bytes(sum(item.anonymous for item in now.files))
-    weights, why, copied = runtime.weights, runtime.placement.why, _bytes(runtime.copied_bytes)
-    size = human_bytes(weights.nbytes)
+    anonymous = format_size(sum(item.anonymous for item in now.files))
+    weights, why, copied = runtime.weights, runtime.placement.why, format_size(runtime.copied_bytes)
+    size = format_size(weights.nbytes)
     if runtime.device.props.kind == "cpu" or runtime.config.copy_weights:
-        mapped = human_bytes(sum(item.mapped for item in now.files))
+        mapped = format_size(sum(item.mapped for item in now.files))
         text = f"weights {mapped} mapped, copied {copied}, anonymous {anonymous}"
     elif weights.strategy == "staged":
-        kept = f"{human_bytes(weights.kept_bytes)} of file pages kept" if weights.kept_bytes else "file pages dropped"
+        kept = f"{format_size(weights.kept_bytes)} of file pages kept" if weights.kept_bytes else "file pages dropped"
         text = f"weights {size} staged: {why}; copied {copied} once, {kept}, anonymous {anonymous}"
     else:
         how = f"way {LETTERS[weights.way]}" if weights.way else "direct"
         text = f"weights {size} in place ({how}), copied {copied}, anonymous {anonymous}, {why}"
-    return f"{text}; ctx {runtime.context.tokens} (KV {human_bytes(runtime.loaded.kv_bytes)})"
-
-
-def _bytes(count: int) -> str:
-    return human_bytes(count) if count else "0"
+    return f"{text}; ctx {runtime.context.tokens} (KV {format_size(runtime.loaded.kv_bytes)})"
 
 
 def stage_lines(stages: Sequence[tuple[str, float]]) -> str:

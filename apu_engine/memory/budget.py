@@ -21,16 +21,6 @@ STAGING_RING = 128 << 20  # pinned bytes of a load that copies
 RUNTIME_BYTES = 256 << 20  # a GPU's queues, code, step slots, partial sums: what the plan's own scratch leaves out
 
 
-def human_bytes(count: int) -> str:
-    """Decimal units with three digits, as sizes of models are given: 98362432 -> "98.4 MB"."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 999.5:
-            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.2f} TB"
-
-
 def memory_available() -> int:
     """Bytes that can be used, page cache included, before the machine or this cgroup runs short."""
     return Machine().available

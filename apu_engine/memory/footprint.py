@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from apu_engine.errors import ApuError
-from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.files import file_system
 from apu_engine.memory.mapping import cached_bytes
+from apu_engine.options import format_size
 
 _HEAD = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<end>[0-9a-f]+) (?P<perms>[rwxsp-]{4}) "
@@ -97,7 +97,7 @@ class Footprint:
         rows = [[*titles, *(["processes"] if shared is not None else [])]]
         for item in self.files:
             sizes = (item.mapped, item.rss, item.pss, item.private_clean, item.dirty, item.anonymous, item.locked)
-            rows.append([*map(human_bytes, sizes), *([shared.get(item.key, "0")] if shared is not None else [])])
+            rows.append([*map(format_size, sizes), *([shared.get(item.key, "0")] if shared is not None else [])])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         names = [f"{item.path} ({', '.join(item.permissions) or 'not mapped'})" for item in self.files]
         lines = [
@@ -105,9 +105,9 @@ class Footprint:
             for row, name in zip(rows, ["file", *names], strict=True)
         ]
         lines.append(
-            f"process {self.pid}: anonymous {human_bytes(self.anonymous)}, "
-            f"shared memory {human_bytes(self.shmem)}, locked {human_bytes(self.locked)}, "
-            f"resident {human_bytes(self.rss)}, Pss {human_bytes(self.pss)}"
+            f"process {self.pid}: anonymous {format_size(self.anonymous)}, "
+            f"shared memory {format_size(self.shmem)}, locked {format_size(self.locked)}, "
+            f"resident {format_size(self.rss)}, Pss {format_size(self.pss)}"
         )
         return "\n".join(lines)
 
@@ -296,13 +296,13 @@ def check_files(now: Footprint, weights_bytes: int | None = None) -> list[Findin
             kinds = ", ".join(item.permissions)
             found.append(Finding(False, f"{item.path} is mapped {kinds}, expected r--s (read-only, shared)"))
         elif item.anonymous or (item.dirty and not _lives_in_memory(item.path)):
-            dirty, copied = human_bytes(item.dirty), human_bytes(item.anonymous)
+            dirty, copied = format_size(item.dirty), format_size(item.anonymous)
             found.append(Finding(False, f"{item.path} has {dirty} dirty and {copied} copied pages, expected none"))
         else:
-            found.append(Finding(True, f"{item.path}: read-only, shared, clean, {human_bytes(item.rss)} resident"))
+            found.append(Finding(True, f"{item.path}: read-only, shared, clean, {format_size(item.rss)} resident"))
     if weights_bytes is not None:
         resident = sum(item.rss for item in now.files)
-        text = f"weights are {human_bytes(weights_bytes)}; {human_bytes(resident)} of their files are resident"
+        text = f"weights are {format_size(weights_bytes)}; {format_size(resident)} of their files are resident"
         found.append(Finding(resident >= RESIDENT_SHARE * weights_bytes, text))
     return found
 
@@ -329,13 +329,13 @@ def check_growth(
     slack = max(int(GROWTH_SHARE * weights_bytes), floor)
     growth = baseline.growth(now)
     text = (
-        f"anonymous memory grew by {human_bytes(growth)}; allowed {human_bytes(expected + slack)} "
-        f"(KV and scratch {human_bytes(expected)}, slack {human_bytes(slack)})"
+        f"anonymous memory grew by {format_size(growth)}; allowed {format_size(expected + slack)} "
+        f"(KV and scratch {format_size(expected)}, slack {format_size(slack)})"
     )
     if growth <= expected + slack:
         return Finding(True, text)
     grown = baseline.grown(now)
-    where = f"; most of it in {grown[0]} (+{human_bytes(grown[0].nbytes)})" if grown else ""
+    where = f"; most of it in {grown[0]} (+{format_size(grown[0].nbytes)})" if grown else ""
     return Finding(False, text + where)
 
 
@@ -357,7 +357,7 @@ def check_dropped(now: Footprint, weights_bytes: int) -> list[Finding]:
         elif cached is None:
             found.append(Finding(True, f"{item.path}: the kernel does not tell this user which pages are cached"))
         else:
-            text = f"{item.path}: not mapped, {human_bytes(cached)} of it cached; allowed {human_bytes(allowed)}"
+            text = f"{item.path}: not mapped, {format_size(cached)} of it cached; allowed {format_size(allowed)}"
             found.append(Finding(cached <= allowed, text))
     return found
 
@@ -368,14 +368,14 @@ def check_device(used: int, weights_bytes: int, copied: int, expected: int) -> l
     """
     slack = max(int(GROWTH_SHARE * weights_bytes), DEVICE_FLOOR)
     text = (
-        f"device memory grew by {human_bytes(used)}; allowed {human_bytes(copied + expected + slack)} (weights "
-        f"{human_bytes(copied)}, KV and scratch {human_bytes(expected)}, slack {human_bytes(slack)})"
+        f"device memory grew by {format_size(used)}; allowed {format_size(copied + expected + slack)} (weights "
+        f"{format_size(copied)}, KV and scratch {format_size(expected)}, slack {format_size(slack)})"
     )
     text += "; too small a model for the driver's figure to tell a copy" if slack >= weights_bytes else ""
     found = [Finding(used <= copied + expected + slack, text)]
     if copied:
         share = copied / weights_bytes if weights_bytes else 0.0
-        text = f"one copy of the weights is in device memory: {human_bytes(copied)}, {share:.2f} times the weights"
+        text = f"one copy of the weights is in device memory: {format_size(copied)}, {share:.2f} times the weights"
         found.append(Finding(0.99 <= share <= 1 + GROWTH_SHARE, text))
     return found
 
@@ -385,7 +385,7 @@ def check_sharing(processes: Sequence[Footprint]) -> list[Finding]:
     found = []
     for items in zip(*(process.files for process in processes), strict=True):
         pss, rss = sum(item.pss for item in items), max(item.rss for item in items)
-        sizes = f"together account for {human_bytes(pss)} (Pss); each maps {human_bytes(rss)} (Rss)"
+        sizes = f"together account for {format_size(pss)} (Pss); each maps {format_size(rss)} (Rss)"
         text = f"{items[0].path}: {len(items)} processes {sizes}"
         found.append(Finding(pss <= rss + rss // 100 + len(items) * 4096, text))
     return found

@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.errors import MappingError
-from apu_engine.memory.budget import human_bytes, memory_available
+from apu_engine.memory.budget import memory_available
 from apu_engine.memory.files import open_regular
 from apu_engine.memory.machine import GIB
+from apu_engine.options import format_size
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22  # Linux 5.14
@@ -187,7 +188,7 @@ class Mapping:
 
     def __repr__(self) -> str:
         state = "closed" if self._bytes is None else f"at {self.address:#x}"
-        return f"Mapping({self.path}, {human_bytes(self.nbytes)}, {state})"
+        return f"Mapping({self.path}, {format_size(self.nbytes)}, {state})"
 
 
 def cached_bytes(fd: int, path: Path, nbytes: int) -> int | None:
@@ -210,7 +211,7 @@ def _resident(fd: int, path: Path, address: int, nbytes: int) -> int | None:
 
 def _map_failure(size: int, error: OSError) -> str:
     if error.errno == errno.ENOMEM:
-        return f"no address space for {human_bytes(size)}; raise the limit (`ulimit -v unlimited`)"
+        return f"no address space for {format_size(size)}; raise the limit (`ulimit -v unlimited`)"
     if error.errno == errno.ENODEV:
         return "its file system does not support mapping; copy the file to a local disk"
     return f"cannot be mapped: {error.strerror}"
@@ -358,13 +359,14 @@ def mlock(
 
 def _lock_refused(done: int, total: int, limit: int, code: int) -> str:
     if code not in (errno.ENOMEM, errno.EPERM, errno.EAGAIN):
-        return f"locked {human_bytes(done)} of {human_bytes(total)}: mlock failed: {os.strerror(code)}"
-    return (
-        f"locked {human_bytes(done)} of {human_bytes(total)}: the limit on locked memory is "
-        f"{human_bytes(limit)}. To raise it, add the line `* - memlock unlimited` to "
-        "/etc/security/limits.d/99-memlock.conf and log in again "
-        "(systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
-    )
+        return f"locked {format_size(done)} of {format_size(total)}: mlock failed: {os.strerror(code)}"
+    from apu_engine import access
+    from apu_engine.memory.machine import Machine
+
+    machine = Machine()
+    helps = "; ".join(access.memlock(access.container(machine), access.host(machine).family))
+    size = f"{format_size(done)} of {format_size(total)}"
+    return f"locked {size}: the limit on locked memory is {format_size(limit)}; {helps}"
 
 
 def _too_large(mappings: Sequence[Mapping]) -> str:
@@ -377,6 +379,6 @@ def _too_large(mappings: Sequence[Mapping]) -> str:
     if missing <= available:
         return ""
     return (
-        f"the weights ({human_bytes(total)}) exceed the memory available ({human_bytes(available)}); "
+        f"the weights ({format_size(total)}) exceed the memory available ({format_size(available)}); "
         "they are read from disk again whenever they are needed, which is slow"
     )

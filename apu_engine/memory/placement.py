@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from apu_engine.errors import ModelError
-from apu_engine.memory.budget import human_bytes
+from apu_engine.options import format_size
 from apu_engine.plan.spec import Segment
 from apu_engine.plan.weights import segments_in
 from apu_engine.weights.model_file import Extent, TensorRef
@@ -94,7 +94,7 @@ def _rows(name: str, stride: int, begin: int, room: int) -> int:
     most = room // stride
     if not most:
         raise ModelError(
-            f"tensor {name}: a row has {human_bytes(stride)}, expected at most {human_bytes(room)}", (name,)
+            f"tensor {name}: a row has {format_size(stride)}, expected at most {format_size(room)}", (name,)
         )
     for rows in range(most, max(most - _ALIGNED_ROWS, 0), -1):
         if (begin + rows * stride) % PAGE == 0:

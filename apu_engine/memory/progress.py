@@ -12,8 +12,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from apu_engine.memory.budget import human_bytes
 from apu_engine.memory.mapping import Progress
+from apu_engine.options import format_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -23,9 +23,9 @@ _BAR_AFTER = 0.3  # seconds
 
 
 def describe(report: Progress) -> str:
-    """One report as a line: `readahead 34% of 80.8 GB, 2.31 GiB/s, 23 s left`."""
+    """One report as a line: `readahead 34% of 75.3 GiB, 2.31 GiB/s, 23 s left`."""
     percent = 100 * report.done_bytes // report.total_bytes if report.total_bytes else 100
-    line = f"{report.stage} {percent}% of {human_bytes(report.total_bytes)}, {report.gib_per_s:.2f} GiB/s"
+    line = f"{report.stage} {percent}% of {format_size(report.total_bytes)}, {report.gib_per_s:.2f} GiB/s"
     return line if report.eta_s is None else f"{line}, {report.eta_s:.0f} s left"
 
 
@@ -51,7 +51,7 @@ class ProgressPrinter:
         if report.done_bytes >= report.total_bytes:
             self.close()
             if self._stage:
-                size = human_bytes(report.total_bytes)
+                size = format_size(report.total_bytes)
                 self._write(f"{report.stage}: {size}, {report.gib_per_s:.2f} GiB/s")
             self._stage = ""
         elif self._stream.isatty():

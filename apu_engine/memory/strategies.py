@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from apu_engine._native import Device, NativeError, Region, Stager
 from apu_engine.errors import ApuError, LoadCancelled, MappingError
-from apu_engine.memory.budget import STAGING_RING, human_bytes
+from apu_engine.memory.budget import STAGING_RING
 from apu_engine.memory.files import open_regular
 from apu_engine.memory.machine import GIB
 from apu_engine.memory.mapping import Mapping, Progress, cached_bytes, mlock, prefetch
 from apu_engine.memory.placement import PAGE, REGISTERED_BYTES, STAGED_BYTES, Part, Placed, Places, cut
 from apu_engine.memory.verify import anonymous_bytes, anonymous_in, checksum
 from apu_engine.memory.watchdog import Task
+from apu_engine.options import format_size
 from apu_engine.plan.spec import Segment
 from apu_engine.weights.made import make
 from apu_engine.weights.model_file import TensorRef
@@ -257,14 +258,14 @@ def registered(job: Job, way: str, limit: int = REGISTERED_BYTES) -> Weights:
         meter = Meter(job, "registering", sum(part.nbytes for part in parts))
         grains = set()
         for number, (part, (mapping, first, nbytes)) in enumerate(zip(parts, ranges, strict=True), 1):
-            job.goes_on(f"registering part {number} of {len(parts)} ({human_bytes(nbytes)}) by way {LETTERS[way]}")
+            job.goes_on(f"registering part {number} of {len(parts)} ({format_size(nbytes)}) by way {LETTERS[way]}")
             region = Region.register(job.device, mapping.address + first, nbytes, "registered", way)
             weights._regions.append(region)
             address = device_address(region, mapping.address + first, nbytes)
             weights.placed.append(Placed(part, address + part.begin - first))
             grains.add(region.info().grain)
             if (growth := anonymous_bytes() - before) > GROWTH + meter.done // GROWTH_SHARE:
-                raise Refused(f"registering took {human_bytes(growth)} of anonymous memory: pages are being copied")
+                raise Refused(f"registering took {format_size(growth)} of anonymous memory: pages are being copied")
             meter.add(part.nbytes)
         weights.grain = worst_grain(grains)
         _check_in_place(job, weights, mappings)
@@ -321,7 +322,7 @@ def _check_in_place(job: Job, weights: Weights, mappings: dict[tuple[int, int], 
     job.goes_on("checking that no page was copied")
     copied = anonymous_in([(mapping.address, mapping.address + mapping.nbytes) for mapping in weights.mappings])
     if copied:
-        raise Refused(f"{human_bytes(copied)} of the mapped files became anonymous memory: pages were copied")
+        raise Refused(f"{format_size(copied)} of the mapped files became anonymous memory: pages were copied")
 
 
 def check_sum(device: Device, item: Placed, offset: int, nbytes: int, expected: int, path: Path) -> None:
@@ -402,7 +403,7 @@ def staged(job: Job) -> Weights:
         meter = Meter(job, "staging", total)
         with Stager(job.device, STAGING_RING) as stager:
             for number, part in enumerate(parts, 1):
-                job.goes_on(f"allocating part {number} of {len(parts)} ({human_bytes(part.nbytes)}) on the device")
+                job.goes_on(f"allocating part {number} of {len(parts)} ({format_size(part.nbytes)}) on the device")
                 region = Region.alloc(job.device, part.nbytes + 3 * _ALIGNMENT)
                 weights._regions.append(region)
                 address = region.address + _ALIGNMENT + part.begin % _ALIGNMENT

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from apu_engine.access import Rights
 from apu_engine.doctor import examine
-from apu_engine.doctor.context import Request, Rights
+from apu_engine.doctor.context import Request
 from apu_engine.doctor.report import Check, Report
 from apu_engine.memory.machine import Machine
 

@@ -30,7 +30,7 @@ def test_a_table_and_remedies(
     assert "  MES firmware     bad     0x83: hangs" in out
     assert out.index("To repair") < out.index("To improve") < out.index("Possible")
     assert "    sudo pacman -Syu linux-firmware-amdgpu\n    sudo mkinitcpio -P\n    sudo reboot\n" in out
-    assert out.splitlines()[-1].startswith("doctor: 2 bad (MES firmware 0x83, GTT 9.0 GiB without an owner), ")
+    assert out.splitlines()[-1].startswith("doctor: 2 bad (MES firmware 0x83, GTT 9 GiB without an owner), ")
 
 
 @pytest.mark.parametrize("extra", [[], ["--full"]])

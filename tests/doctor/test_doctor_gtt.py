@@ -43,7 +43,7 @@ def test_owned(root: Path, tmp_path: Path) -> None:
     write(root, "proc/902/fdinfo/10", (root / "proc/902/fdinfo/10").read_text().replace(PCI, "0000:01:00.0"))
     write(root, USED, str(21 * GIB + (500 << 20)))
     found = check(look(root, tmp_path), "gtt")
-    assert found.verdict == "ok" and "llama-server (900) 20.0 GiB, gnome-shell (902) 1.0 GiB" in found.value
+    assert found.verdict == "ok" and "llama-server (900) 20 GiB, gnome-shell (902) 1 GiB" in found.value
     assert found.data["unowned"] == 500 << 20
     assert found.data["owners"][0] == {"pid": 900, "name": "llama-server", "bytes": 20 * GIB}
 
@@ -52,7 +52,7 @@ def test_leaked(root: Path, tmp_path: Path) -> None:
     process(root, 900, "llama-server", {5: ("/dev/dri/renderD128", 7, 20)})
     write(root, USED, str(55 * GIB))
     found = check(look(root, tmp_path), "gtt")
-    assert found.verdict == "bad" and found.value.startswith("35.0 GiB without an owner")
+    assert found.verdict == "bad" and found.value.startswith("35 GiB without an owner")
     assert found.remedy == ("sudo reboot",)
 
 
@@ -75,7 +75,7 @@ def test_other_users(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "scandir", scandir)
     write(root, USED, str(31 * GIB))
     found = check(look(root, tmp_path), "gtt")
-    assert found.verdict == "ok" and "python (900) 30.0 GiB" in found.value and found.data["unowned"] is None
+    assert found.verdict == "ok" and "python (900) 30 GiB" in found.value and found.data["unowned"] is None
     write(root, USED, str(40 * GIB))
     found = check(look(root, tmp_path), "gtt")
     assert found.verdict == "warn" and "or held by one of 1 processes of other users" in found.value

@@ -91,7 +91,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def test_ready(server: Server) -> None:
     assert re.fullmatch(
-        r"weights 98\.\d MB mapped, copied 0, anonymous 0; ctx 2048 \(KV [\d.]+ MB\); http://127\.0\.0\.1:\d+",
+        r"weights 93\.\d MiB mapped, copied 0, anonymous 0; ctx 2048 \(KV [\d.]+ MiB\); http://127\.0\.0\.1:\d+",
         server.ready_line,
     )
     status, health = server.health()

@@ -37,7 +37,7 @@ def test_weights_larger_than_memory_leave_a_quarter() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(BudgetError, match=r"ctx 512 needs 20\.2 MB .* 20 MB is available"):
+    with pytest.raises(BudgetError, match=r"ctx 512 needs 19\.3 MiB .* 19\.1 MiB is available"):
         choose_context(0, 8192, need, 20 * MB, 80 * GB)
 
 
@@ -62,15 +62,15 @@ def test_asked_for_above_memory_is_refused_with_numbers_and_remedies() -> None:
     with pytest.raises(BudgetError) as info:
         choose_context(100_000, 131072, need, 1 * GB, 100 * MB)
     message = str(info.value)
-    for words in ("ctx 100000 needs 2.01 GB", "1 GB is available", "use ctx 49408", "kv_type f16", "parallel"):
+    for words in ("ctx 100000 needs 1.9 GiB", "953.7 MiB is available", "use ctx 49408", "kv_type f16", "parallel"):
         assert words in message, message
-    with pytest.raises(BudgetError, match=r"memory_budget leaves 100 MB.*raise memory_budget"):
+    with pytest.raises(BudgetError, match=r"memory_budget leaves 95.4 MiB.*raise memory_budget"):
         choose_context(100_000, 131072, need, 100 * MB, 0, budget=True)
 
 
 def test_force_turns_refusals_into_notices() -> None:
     choice = choose_context(100_000, 131072, need, 1 * GB, 100 * MB, force=True)
-    assert choice.tokens == 100_000 and choice.notices[0].startswith("--force: ctx 100000 needs 2.01 GB")
+    assert choice.tokens == 100_000 and choice.notices[0].startswith("--force: ctx 100000 needs 1.9 GiB")
     choice = choose_context(0, 8192, need, 20 * MB, 80 * GB, force=True)
     assert choice.tokens == 512 and "--force" in choice.notices[0]
 

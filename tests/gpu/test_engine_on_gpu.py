@@ -11,7 +11,7 @@ from hip_double import HipDouble
 from apu_engine import LLM
 from apu_engine._native import DeviceError
 from apu_engine.cli import main
-from apu_engine.memory.budget import human_bytes
+from apu_engine.options import format_size
 from models import TinyModel, tiny_deepseek2_gguf
 
 
@@ -31,7 +31,7 @@ def test_answers_are_the_cpus(kernels: Path, tiny_llama: TinyModel) -> None:
         assert gpu.runtime.device_line.endswith(", named by APU_HIP_LIBRARY)")
         size = gpu.memory["copied"]
         assert tiny_llama.path.stat().st_size * 0.9 < size < tiny_llama.path.stat().st_size  # all but the header
-        copied = human_bytes(size)
+        copied = format_size(size)
         line = f"weights {copied} staged: as asked; copied {copied} once, file pages dropped, anonymous 0; ctx 256"
         assert gpu.summary().startswith(line)
 

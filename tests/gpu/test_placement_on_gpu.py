@@ -118,7 +118,9 @@ def test_pages_are_dropped_or_stay(model: TinyModel) -> None:
 def test_the_ready_line_and_what_is_remembered(model: TinyModel) -> None:
     with LLM(str(model.path), ctx=256, device="hip") as llm:
         line = llm.summary()
-    assert re.match(r"weights \d+ kB in place \(way A\), copied 0, anonymous 0, 98% of device bandwidth; ctx 256", line)
+    assert re.match(
+        r"weights [\d.]+ KiB in place \(way A\), copied 0, anonymous 0, 98% of device bandwidth; ctx 256", line
+    )
     with LLM(str(model.path), ctx=256, device="hip") as llm:
         assert llm.summary() == line
 

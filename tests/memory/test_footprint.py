@@ -109,11 +109,11 @@ def test_output() -> None:
     assert body["files"][0]["rss"] == 808 << 10 and "regions" not in body
     lines = now.table().splitlines()
     assert lines[0].split() == ["mapped", "resident", "Pss", "private", "dirty", "copied", "locked", "file"]
-    assert lines[1].endswith("/models/my model.gguf (r--s)") and "827 kB" in lines[1]
+    assert lines[1].endswith("/models/my model.gguf (r--s)") and "808 KiB" in lines[1]
     shared = now.table({"fd:01 42": "3+"}).splitlines()
     assert shared[0].split()[-2:] == ["processes", "file"]
     assert shared[1].split()[-4:] == ["3+", "/models/my", "model.gguf", "(r--s)"] and shared[2].split()[-4] == "0"
-    assert lines[-1].startswith("process 7: anonymous 65.5 kB, shared memory 16.4 kB")
+    assert lines[-1].startswith("process 7: anonymous 64 KiB, shared memory 16 KiB")
 
 
 def test_a_path_with_a_newline(native: NativeDouble, file: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_file_beside_its_copy(native: NativeDouble, tmp_path: Path, monkeypatc
         assert not finding.ok and "expected no mapping beside a copy" in finding.text
     monkeypatch.setattr(module, "_lives_in_memory", lambda path: False)
     (finding,) = check_dropped(footprint(files=[file]), 9 << 20)
-    assert not finding.ok and "not mapped, 9.44 MB of it cached; allowed 8.39 MB" in finding.text
+    assert not finding.ok and "not mapped, 9 MiB of it cached; allowed 8 MiB" in finding.text
     monkeypatch.setattr(module, "_lives_in_memory", lambda path: True)
     assert check_dropped(footprint(files=[file]), 9 << 20)[0].ok
 
@@ -180,7 +180,7 @@ def test_a_file_beside_its_copy(native: NativeDouble, tmp_path: Path, monkeypatc
 def test_weights_that_are_not_resident(native: NativeDouble, file: Path) -> None:
     with Mapping.open(file) as mapping:
         finding = check_files(footprint(files=[file]), 100 * mapping.nbytes)[-1]
-        assert not finding.ok and "weights are 315 MB;" in finding.text
+        assert not finding.ok and "weights are 300.0 MiB;" in finding.text
 
 
 def test_a_private_writable_mapping_is_named(file: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_private_writable_mapping_is_named(file: Path) -> None:
 def test_a_dirty_page_is_named() -> None:
     item = FileMapping("/m.gguf", ("r--s",), 8192, 8192, 8192, 0, 4096, 4096, 0, 0, 0)
     (finding,) = check_files(Footprint(1, 0, 0, 0, 0, 0, (item,), ()))
-    assert not finding.ok and finding.text == "/m.gguf has 4.1 kB dirty and 0 B copied pages, expected none"
+    assert not finding.ok and finding.text == "/m.gguf has 4 KiB dirty and 0 copied pages, expected none"
 
 
 def test_pages_of_a_file_system_in_memory_are_never_clean(native: NativeDouble) -> None:
@@ -284,8 +284,8 @@ def test_weights_behind_a_link_of_a_download_cache(native: NativeDouble, file: P
 def test_pages_that_are_not_shared_are_named(file: Path) -> None:
     item = FileMapping("/m.gguf", ("r--s",), 1 << 20, 1 << 20, 1 << 20, 0, 0, 1 << 20, 0, 0, 0)
     (finding,) = check_sharing([Footprint(pid, 0, 0, 0, 0, 0, (item,), ()) for pid in (1, 2)])
-    assert not finding.ok and finding.text.startswith("/m.gguf: 2 processes together account for 2.1 MB (Pss)")
-    assert "each maps 1.05 MB (Rss)" in finding.text
+    assert not finding.ok and finding.text.startswith("/m.gguf: 2 processes together account for 2 MiB (Pss)")
+    assert "each maps 1 MiB (Rss)" in finding.text
 
 
 @pytest.mark.parametrize(("how", "ok"), [("map", True), ("copy", False)])

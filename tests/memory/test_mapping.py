@@ -29,7 +29,7 @@ def test_read_only_and_shared(native: NativeDouble, file: Path) -> None:
         assert mapping.nbytes == file.stat().st_size
         assert ctypes.string_at(mapping.address, 16) == file.read_bytes()[:16]
         assert native.guarded == {mapping.address: (mapping.nbytes, str(file))}
-        assert "3.15 MB" in repr(mapping)
+        assert "3.0 MiB" in repr(mapping)
         mapping.check()
     assert native.guarded == {}
     assert str(file) not in Path("/proc/self/maps").read_text()

@@ -62,7 +62,7 @@ def test_a_large_tensor_is_cut_on_pages_where_its_rows_allow() -> None:
 
 
 def test_rows_longer_than_a_part() -> None:
-    with pytest.raises(ModelError, match=r"tensor wide: a row has 40 kB, expected at most 24\.6 kB"):
+    with pytest.raises(ModelError, match=r"tensor wide: a row has 39.1 KiB, expected at most 24 KiB"):
         cut([tensor("wide", 0, 2, 10_000)], 8 * PAGE)
 
 

@@ -133,8 +133,8 @@ def test_larger_than_memory(mappings: list[Mapping], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "memory_available", lambda: 2 << 20)
     outcome = prefetch(mappings)
     assert outcome.done_bytes == 0
-    assert outcome.notice.startswith("no readahead: the weights (4.19 MB) exceed the memory available (2.1 MB)")
-    assert mlock(mappings).notice.startswith("not locked: the weights (4.19 MB) exceed")
+    assert outcome.notice.startswith("no readahead: the weights (4.0 MiB) exceed the memory available (2 MiB)")
+    assert mlock(mappings).notice.startswith("not locked: the weights (4.0 MiB) exceed")
     assert "madvise" not in libc.calls and "mlock" not in libc.calls
 
 
@@ -158,10 +158,11 @@ def test_mlock_refused(mappings: list[Mapping], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(module, "_libc", Libc(mlock=code))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 16, 8 << 20))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    monkeypatch.setenv("APU_SYSROOT", str(Path(__file__).parents[1] / "fixtures/machines/strix-halo-128-stock"))
     outcome = mlock(mappings)
     assert outcome.done_bytes == 0 and raised == [(8 << 20, 8 << 20)]
-    assert "locked 0 B of 4.19 MB: the limit on locked memory is 8.39 MB" in outcome.notice
-    assert "* - memlock unlimited" in outcome.notice and "/etc/security/limits.d/" in outcome.notice
+    assert "locked 0 of 4.0 MiB: the limit on locked memory is 8 MiB" in outcome.notice
+    assert "'*  -  memlock  unlimited'" in outcome.notice and "/etc/security/limits.d/" in outcome.notice
 
 
 def test_mlock_fails_otherwise(mappings: list[Mapping], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +178,8 @@ def report(done: int, eta: float | None = 23.4) -> Progress:
 
 
 def test_lines() -> None:
-    assert describe(report(27_500_000_000)) == "readahead 34% of 80.8 GB, 2.31 GiB/s, 23 s left"
-    assert describe(report(0, None)) == "readahead 0% of 80.8 GB, 2.31 GiB/s"
+    assert describe(report(27_500_000_000)) == "readahead 34% of 75.3 GiB, 2.31 GiB/s, 23 s left"
+    assert describe(report(0, None)) == "readahead 0% of 75.3 GiB, 2.31 GiB/s"
 
 
 def test_plain_lines() -> None:
@@ -188,9 +189,9 @@ def test_plain_lines() -> None:
         printer(report(40_400_000_000))
         printer(report(80_800_000_000))
     assert stream.getvalue().splitlines() == [
-        "readahead 0% of 80.8 GB, 2.31 GiB/s, 23 s left",
-        "readahead 50% of 80.8 GB, 2.31 GiB/s, 23 s left",
-        "readahead: 80.8 GB, 2.31 GiB/s",
+        "readahead 0% of 75.3 GiB, 2.31 GiB/s, 23 s left",
+        "readahead 50% of 75.3 GiB, 2.31 GiB/s, 23 s left",
+        "readahead: 75.3 GiB, 2.31 GiB/s",
     ]
 
 
@@ -200,7 +201,7 @@ def test_a_quick_stage_is_one_line() -> None:
         printer(report(0))
         printer(report(40_400_000_000))
         printer(report(80_800_000_000))
-    assert stream.getvalue() == "readahead: 80.8 GB, 2.31 GiB/s\n"
+    assert stream.getvalue() == "readahead: 75.3 GiB, 2.31 GiB/s\n"
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +216,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         printer(report(40_400_000_000))
         printer(report(41_000_000_000))
         printer(report(80_800_000_000))
-    assert "readahead 50% of 80.8 GB" in stream.getvalue()
-    assert stream.getvalue().endswith("readahead: 80.8 GB, 2.31 GiB/s\n")
+    assert "readahead 50% of 75.3 GiB" in stream.getvalue()
+    assert stream.getvalue().endswith("readahead: 75.3 GiB, 2.31 GiB/s\n")
 
 
 def test_rich_is_imported_only_for_a_bar() -> None:

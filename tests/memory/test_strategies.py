@@ -171,7 +171,7 @@ def test_what_the_runtime_did_is_checked(
 
 def test_pages_that_were_copied(memory: Memory, files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "anonymous_in", lambda _: 4096)
-    with pytest.raises(Refused, match=r"4\.1 kB of the mapped files became anonymous memory"):
+    with pytest.raises(Refused, match=r"4 KiB of the mapped files became anonymous memory"):
         open_weights(job(memory, files, monkeypatch), "registered", "svm")
 
 
@@ -181,7 +181,7 @@ def test_copying_is_noticed_while_it_happens(
     """Not after 80 GB."""
     amounts = iter((0, 1 << 20, 100 << 20, 200 << 20))
     monkeypatch.setattr(strategies, "anonymous_bytes", lambda: next(amounts))
-    with pytest.raises(Refused, match="registering took 105 MB of anonymous memory: pages are being copied"):
+    with pytest.raises(Refused, match="registering took 100 MiB of anonymous memory: pages are being copied"):
         strategies.registered(job(memory, files, monkeypatch), "svm", 1 << 19)
     assert memory.most_regions == 2
 
@@ -265,7 +265,7 @@ def test_locking_comes_before_registration(memory: Memory, files: list[Path], mo
         order.append(f"lock with {len(memory.regions)} regions")
         from apu_engine.memory.mapping import Outcome
 
-        return Outcome(0, 0.0, "locked 0 B of 3 MB: add `* - memlock unlimited` to /etc/security/limits.d")
+        return Outcome(0, 0.0, "locked 0 of 3 MiB: add `* - memlock unlimited` to /etc/security/limits.d")
 
     monkeypatch.setattr(strategies, "mlock", mlock)
     weights = open_weights(job(memory, files, monkeypatch), "registered", "lock")
@@ -279,7 +279,7 @@ def test_the_watchdog_hears_what_is_done(memory: Memory, files: list[Path], monk
     work = job(memory, files, monkeypatch, cancel=threading.Event())
     monkeypatch.setattr(type(work.task), "beat", lambda self, what: said.append(what))
     open_weights(work, "registered", "svm").close()
-    assert "registering part 1 of 2 (3 MB) by way A" in said and "reading ahead" in said
+    assert "registering part 1 of 2 (2.9 MiB) by way A" in said and "reading ahead" in said
 
 
 # ---------------------------------------------------------------- sums

@@ -154,7 +154,7 @@ class FakeLLM:
         return {"strategy": "direct", "way": None, "weights": 7}
 
     def summary(self) -> str:
-        return "weights 1 MB mapped, copied 0, anonymous 0; ctx 256 (KV 1 MB)"
+        return "weights 1 MiB mapped, copied 0, anonymous 0; ctx 256 (KV 1 MiB)"
 
     def close(self) -> None:
         self.closed = True
