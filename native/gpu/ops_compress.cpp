@@ -13,13 +13,9 @@ public:
     args_.rows = b.paged(op.state[1]);
     args_.in = b.scratch(op.in[0]);
     args_.gate = b.scratch(op.in[1]);
-    args_.bias = b.matrix(op.w[0]);
-    if (args_.bias.type != APU_F32 && args_.bias.type != APU_F16) {
-      args_.bias.data = reinterpret_cast<const u8 *>(b.vector(op.w[0]));
-      args_.bias.row_stride = args_.bias.k * sizeof(float);
-      args_.bias.segment_count = 1;
-      args_.bias.type = APU_F32;
-    }
+    args_.bias = b.vector(op.w[0]);
+    args_.width = uint32_t(b.info().tensor(op.w[0])->inner);
+    args_.tokens = uint32_t(b.info().tensor(op.w[0])->rows);
     args_.norm = b.vector(op.w[1]);
     args_.eps = op.f[0];
     args_.round = uint32_t(op.i[3]);

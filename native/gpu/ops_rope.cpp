@@ -1,5 +1,5 @@
 // ROPE_STORE: one kernel, a wave for each head of q, k and v; LATENT_STORE and SHARED_STORE, a wave for each head of q
-// and one for the row that is stored. See kernels/rope.hip and kernels/compress.hip.
+// and one, or a block, for the row that is stored. See kernels/rope.hip and kernels/compress.hip.
 #include "gpu/kernels/attention_args.h"
 #include "gpu/turns.h"
 
@@ -54,19 +54,22 @@ public:
     args_.q_size = width / args_.heads;
     if (!latent) args_.round = uint32_t(op.i[3]);
     set_turns(b, op, args_);
-    waves_ = kRopeThreads / b.props().wave_size;
-    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + (latent ? 1 : waves_) * d);
+    const uint32_t waves = kRopeThreads / b.props().wave_size;
+    // A wave for each head, and for what is stored one more, or a block of its own.
+    blocks_ = (args_.heads + (latent ? 1 : 0) + waves - 1) / waves + (latent ? 0 : 1);
+    lds_ = uint32_t(sizeof(float)) * (2 * args_.pairs + (latent ? 1 : waves) * d);
     kernel_ = b.kernel(latent ? "latent_store" : "shared_store", lds_);
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
-    launcher.launch(kernel_, {bucket.rows, args_.heads / waves_ + 1}, kRopeThreads, args_, lds_);
+    launcher.launch(kernel_, {bucket.rows, blocks_}, kRopeThreads, args_, lds_);
   }
 
 private:
   Kernel kernel_;
   RowStoreArgs args_{};
-  uint32_t waves_, lds_;
+  uint32_t lds_;
+  uint32_t blocks_; // of a row
 };
 
 } // namespace

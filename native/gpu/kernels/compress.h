@@ -5,7 +5,7 @@
 
 namespace apu::gpu {
 
-constexpr u32 kCompressThreads = 256;
+constexpr u32 kCompressThreads = 512;
 
 struct CompressArgs {
   StepView step;
@@ -13,12 +13,14 @@ struct CompressArgs {
   PagedState rows;      // pages (128 / tokens, d)
   const float *in;      // (T, C*d)
   const float *gate;    // (T, C*d)
-  Matrix bias;          // (tokens, C*d) F32 or F16
+  const float *bias;    // (tokens, C*d)
   const float *norm;    // (d)
   const double *turns;  // as in RopeStoreArgs
   const float *factors; // or null
   float eps, magnitude;
   u32 pairs, halves;
+  u32 width;    // C*d
+  u32 tokens;   // of a compressed row, a power of two
   u32 round;    // APU_ROUND_*
   float shrink; // d^-1/2
 };

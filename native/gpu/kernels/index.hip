@@ -18,8 +18,13 @@ namespace apu::gpu {
 constexpr u32 kFirstShift = 21, kSecondShift = 10; // of a key's digits, of 11, 11 and 10 bits
 static_assert(kBins == 1u << 11 && kBins == kIndexBins);
 
-APU_DEVICE u32 rows_seen(const IndexArgs &a, u32 t) {
-  return (a.step.rows[t].position + 1) / a.tokens;
+// The sequence of row t of the step, and how many compressed rows it sees; false behind the step's rows, which hold
+// something, too, so that all of it is on its way at once.
+APU_DEVICE bool row_of_step(const IndexArgs &a, u32 t, u32 &sequence, u32 &seen) {
+  const Row row = a.step.rows[t];
+  sequence = row.sequence;
+  seen = (row.position + 1) / a.tokens;
+  return t < a.step.counts->rows;
 }
 
 // x or 0; NaN stays.
@@ -58,15 +63,25 @@ APU_DEVICE void count_keys(const u32 *keys, u32 *counts) {
 
 // Grid (rows, heads in groups of waves).
 APU_KERNEL(kIndexThreads) void index_queries(IndexArgs a) {
-  constexpr u32 waves = kIndexThreads / kWaveSize;
+  constexpr u32 waves = kIndexThreads / kWaveSize, items = 4;
   const u32 t = block_id(), lane = lane_id(), wave = wave_uniform(wave_id()), h = block_id_y() * waves + wave;
   const u32 d = a.rows.head_size;
   float *cos = reinterpret_cast<float *>(dynamic_shared()), *sin = cos + a.pairs, *x = sin + a.pairs + wave * d;
   float *q = a.q + (u64(t) * a.heads + h) * d;
-  if (h < a.heads)
-    for (u32 m = lane; m < d; m += kWaveSize) x[m] = q[m];
+  const u32 position = a.step.rows[t].position; // rows behind the step's hold something, too
+  const float weight = h < a.heads && a.tiles ? a.weights[u64(t) * a.heads + h] : 0.0f;
+  if (h < a.heads) {
+    for (u32 begin = lane; begin < d; begin += items * kWaveSize) {
+      float v[items];
+#pragma unroll
+      for (u32 i = 0; i < items; ++i) v[i] = begin + i * kWaveSize < d ? q[begin + i * kWaveSize] : 0.0f;
+#pragma unroll
+      for (u32 i = 0; i < items; ++i)
+        if (begin + i * kWaveSize < d) x[begin + i * kWaveSize] = v[i];
+    }
+  }
   if (t >= a.step.counts->rows) return;
-  turn_pairs<kIndexThreads>(a, a.step.rows[t].position, cos, sin);
+  turn_pairs<kIndexThreads>(a, position, cos, sin);
   block_sync();
   if (h < a.heads) {
     rotate_wave(x + d - 2 * a.pairs, cos, sin, a.pairs, a.halves);
@@ -83,9 +98,7 @@ APU_KERNEL(kIndexThreads) void index_queries(IndexArgs a) {
   const float power = quant::power_of_two(exponent);
   u16 *to = a.tiles + (u64(t) * a.padded + h) * d;
   for (u32 m = lane; m < d; m += kWaveSize) to[m] = h < a.heads ? float_to_half(x[m] * power) : u16(0);
-  if (lane == 0)
-    a.scaled[u64(t) * a.padded + h] =
-        h < a.heads ? a.weights[u64(t) * a.heads + h] * quant::power_of_two(-exponent) : 0.0f;
+  if (lane == 0) a.scaled[u64(t) * a.padded + h] = weight * quant::power_of_two(-exponent);
 }
 
 // 32 elements of 16 rows, as lines of a tile.
@@ -123,26 +136,31 @@ APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
   u32 *keys = reinterpret_cast<u32 *>(fours);
   static_assert(of_block <= kIndexBlockRows);
   const u32 t = a.first + block_id_y();
-  if (t >= a.step.counts->rows) return;
-  const u32 n = rows_seen(a, t);
-  if (n <= a.k || block_id() * of_block >= n) return;
+  u32 sequence, n;
+  if (!row_of_step(a, t, sequence, n)) return;
+  u32 begin = block_id() * of_block;
+  if (n <= a.k || begin >= n) return;
+  const u32 *table = page_table(a.step, sequence, a.rows.group);
+  const u32 place = wave_uniform(wave_id()) * kIndexTileRows;
+  TileLines lines[steps];
+  const auto load_rows = [&](u32 base) { // a wave behind the last row takes the block's first ones again
+    const u32 r = base + place < n ? base + place : base, page = wave_uniform(table[r / a.rows.page_rows]);
+    const u16 *rows = reinterpret_cast<const u16 *>(page_part(a.rows, page, 0)) + r % a.rows.page_rows * d;
+#pragma unroll
+    for (u32 s = 0; s < steps; ++s) load_line(lines[s], rows + 32 * s, d);
+  };
+  load_rows(begin);
   u16 *q = reinterpret_cast<u16 *>(dynamic_shared()); // (padded, kIndexTileStride)
   float *weights = reinterpret_cast<float *>(q + a.padded * kIndexTileStride);
   const u16 *from = a.tiles + u64(t) * a.padded * d;
+#pragma unroll 4
   for (u32 u = thread_id(); u < a.padded * (d / 8); u += kIndexThreads)
     store16(q + u / (d / 8) * kIndexTileStride + u % (d / 8) * 8, load16(from + u * 8));
   for (u32 h = thread_id(); h < a.padded; h += kIndexThreads) weights[h] = a.scaled[u64(t) * a.padded + h];
   for (u32 i = thread_id(); i < kIndexBlockRows; i += kIndexThreads) keys[i] = 0;
   block_sync();
-  const u32 *table = page_table(a.step, a.step.rows[t].sequence, a.rows.group);
   float *scores = a.scores + u64(block_id_y()) * a.most;
-  for (u32 begin = block_id() * of_block; begin < n; begin += grid_size() * of_block) {
-    const u32 place = wave_uniform(wave_id()) * kIndexTileRows, r = begin + place < n ? begin + place : begin;
-    const u32 page = wave_uniform(table[r / a.rows.page_rows]);
-    const u16 *rows = reinterpret_cast<const u16 *>(page_part(a.rows, page, 0)) + r % a.rows.page_rows * d;
-    TileLines lines[steps];
-#pragma unroll
-    for (u32 s = 0; s < steps; ++s) load_line(lines[s], rows + 32 * s, d);
+  for (;;) {
     TileB b[steps][2];
 #pragma unroll
     for (u32 s = 0; s < steps; ++s) tile_lines_b(b[s], lines[s]);
@@ -173,7 +191,11 @@ APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
       if (row < n) scores[row] = score;
       keys[place + column] = row < n ? ordered(score) : 0;
     }
+    begin += grid_size() * of_block;
+    const bool more = begin < n;
+    if (more) load_rows(begin);
     count_keys(keys, a.counts + u64(block_id_y()) * kIndexBins);
+    if (!more) break;
   }
 }
 
@@ -200,12 +222,12 @@ template <u32 Type> APU_DEVICE void index_scores(const IndexArgs &a) {
   static_assert(kIndexFmaThreads == kIndexBlockRows);
   APU_SHARED u32x4 fours[kIndexBlockRows / 4];
   u32 *keys = reinterpret_cast<u32 *>(fours);
-  const u32 t = a.first + block_id_y();
-  if (t >= a.step.counts->rows) return;
-  const u32 n = rows_seen(a, t), d = a.rows.head_size, whole = (d + 3) / 4 * 4;
+  const u32 t = a.first + block_id_y(), d = a.rows.head_size, whole = (d + 3) / 4 * 4;
+  u32 sequence, n;
+  if (!row_of_step(a, t, sequence, n)) return;
   if (n <= a.k || block_id() * kIndexFmaThreads >= n) return;
   float *q = reinterpret_cast<float *>(dynamic_shared()); // (heads at a time, whole)
-  const u32 *table = page_table(a.step, a.step.rows[t].sequence, a.rows.group);
+  const u32 *table = page_table(a.step, sequence, a.rows.group);
   const u32 r = block_id() * kIndexFmaThreads + thread_id(), row = r < n ? r : n - 1;
   const u8 *part = page_part(a.rows, table[row / a.rows.page_rows], 0);
   const u32 place = row % a.rows.page_rows;
@@ -288,17 +310,17 @@ APU_DEVICE void find_digit(u32 upper, u32 lower, u32 k, u32 &above, u32 &at, u32
 APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
   APU_SHARED ChooseShared s;
   const u32 t = a.first + block_id(), place = kBins - 2 - 2 * thread_id();
-  if (t >= a.step.counts->rows) return;
-  const u32 n = rows_seen(a, t);
+  u32 *counts = a.counts + u64(block_id()) * kBins + place;
+  const u32 lower = counts[0], upper = counts[1]; // on their way with the step's row
+  u32 sequence, n;
+  if (!row_of_step(a, t, sequence, n)) return;
   i32 *ids = a.ids + u64(t) * a.k;
   if (n <= a.k) {
     for (u32 i = thread_id(); i < a.k; i += kFinishThreads) ids[i] = i < n ? i32(i) : -1;
     return;
   }
   const float *scores = a.scores + u64(block_id()) * a.most;
-  u32 *counts = a.counts + u64(block_id()) * kBins + place;
   u32 above = 0, at, digit;
-  const u32 lower = counts[0], upper = counts[1];
   counts[0] = counts[1] = 0; // for the next op
   find_digit(upper, lower, a.k, above, at, digit, s);
   u32 shift = kFirstShift, key = digit; // of the k-th, from bit `shift` on

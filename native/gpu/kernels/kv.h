@@ -59,6 +59,15 @@ template <bool Values> APU_DEVICE void store_position(const PagedState &state, u
   }
 }
 
+// One element of a row that lies as keys, in F32 or F16.
+APU_DEVICE void store_key_element(const PagedState &state, u8 *part, u32 r, u32 m, float x) {
+  const u32 at = kv_index<false>(r, m, state.head_size);
+  if (state.dtype == kF32)
+    reinterpret_cast<float *>(part)[at] = x;
+  else
+    reinterpret_cast<u16 *>(part)[at] = float_to_half(x);
+}
+
 template <bool Values> APU_DEVICE float load_element(u32 type, const u8 *part, u32 r, u32 m, u32 d) {
   if (type == kF32) return reinterpret_cast<const float *>(part)[r * d + m];
   if (type == kF16) return half_to_float(reinterpret_cast<const u16 *>(part)[kv_index<Values>(r, m, d)]);

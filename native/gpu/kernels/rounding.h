@@ -25,40 +25,55 @@ APU_DEVICE void transform_hadamard(float *x, u32 d) {
   wave_sync();
 }
 
-// Elements [0, end), Group of which share a scale.
-template <u32 Group, bool Fp4> APU_DEVICE void round_groups(float *x, u32 end) {
+// Elements [begin, end), from a multiple of Group on, Group of which share a scale; Batch times a wave's at a time.
+template <u32 Group, bool Fp4, u32 Batch> APU_DEVICE void round_groups(float *x, u32 begin, u32 end) {
   constexpr u32 lanes = Group < kWaveSize ? Group : kWaveSize, items = Group / lanes; // of a group; of a lane
-  for (u32 begin = 0; begin < end; begin += kWaveSize * items) {
-    float v[items], amax = 0.0f;
+  for (; begin < end; begin += Batch * items * kWaveSize) {
+    float v[Batch][items], amax[Batch];
 #pragma unroll
-    for (u32 i = 0; i < items; ++i) {
-      const u32 m = begin + i * kWaveSize + lane_id();
-      v[i] = m < end ? x[m] : 0.0f;
-      amax = max_f32(amax, fabs_f32(v[i]));
+    for (u32 b = 0; b < Batch; ++b) {
+      amax[b] = 0.0f;
+#pragma unroll
+      for (u32 i = 0; i < items; ++i) {
+        const u32 m = begin + (b * items + i) * kWaveSize + lane_id();
+        v[b][i] = m < end ? x[m] : 0.0f;
+        amax[b] = max_f32(amax[b], fabs_f32(v[b][i]));
+      }
     }
 #pragma unroll
-    for (u32 mask = 1; mask < lanes; mask *= 2) amax = max_f32(amax, wave_shuffle_xor(amax, mask));
-    if (!(amax <= 0x1.fffffep127f)) continue;
-    const float scale = Fp4 ? quant::fp4_scale(amax) : quant::e4m3_scale(amax), inverse = 1.0f / scale;
+    for (u32 mask = 1; mask < lanes; mask *= 2)
 #pragma unroll
-    for (u32 i = 0; i < items; ++i) { // powers of two: a product is the quotient
-      const u32 m = begin + i * kWaveSize + lane_id();
-      if (m < end) x[m] = (Fp4 ? quant::round_e2m1(v[i] * inverse) : quant::round_e4m3(v[i] * inverse)) * scale;
+      for (u32 b = 0; b < Batch; ++b) amax[b] = max_f32(amax[b], wave_shuffle_xor(amax[b], mask));
+#pragma unroll
+    for (u32 b = 0; b < Batch; ++b) {
+      if (!(amax[b] <= 0x1.fffffep127f)) continue;
+      const float scale = Fp4 ? quant::fp4_scale(amax[b]) : quant::e4m3_scale(amax[b]), inverse = 1.0f / scale;
+#pragma unroll
+      for (u32 i = 0; i < items; ++i) { // powers of two: a product is the quotient
+        const u32 m = begin + (b * items + i) * kWaveSize + lane_id();
+        const float y = v[b][i] * inverse;
+        if (m < end) x[m] = (Fp4 ? quant::round_e2m1(y) : quant::round_e4m3(y)) * scale;
+      }
     }
   }
 }
 
-// x (d), of which the last `rotated` elements are; `shrink` is d^-1/2. Begins and ends with a wave_sync().
+// x (d) to FP4; `shrink` is d^-1/2. Begins and ends with a wave_sync().
+APU_DEVICE void round_fp4(float *x, u32 d, float shrink) {
+  transform_hadamard(x, d);
+  for (u32 i = lane_id(); i < d; i += kWaveSize) x[i] *= shrink;
+  wave_sync();
+  round_groups<quant::kFp4Group, true, 4>(x, 0, d);
+  wave_sync();
+}
+
+// x (d), of which the last `rotated` elements are. Begins and ends with a wave_sync().
 APU_DEVICE void round_row(u32 kind, float *x, u32 d, u32 rotated, float shrink) {
   wave_sync();
-  if (kind == APU_ROUND_FP4) {
-    transform_hadamard(x, d);
-    for (u32 i = lane_id(); i < d; i += kWaveSize) x[i] *= shrink;
-    wave_sync();
-    round_groups<quant::kFp4Group, true>(x, d);
-  } else if (kind == APU_ROUND_E4M3) {
-    round_groups<quant::kE4M3Group, false>(x, d - rotated);
-  }
+  if (kind == APU_ROUND_FP4)
+    round_fp4(x, d, shrink);
+  else if (kind == APU_ROUND_E4M3)
+    round_groups<quant::kE4M3Group, false, 2>(x, 0, d - rotated);
   wave_sync();
 }
 
