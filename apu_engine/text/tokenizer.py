@@ -126,7 +126,8 @@ class Tokenizer:
                 sentence_start = piece == self.bos_id
             elif piece:
                 # SentencePiece encodes each sentence by itself, and each BOS starts one.
-                prefix = " " if sentence_start and self.add_space_prefix else ""
+                spaced = self._vocabulary.prefix_joins and piece[0] in (" ", _SPACE)
+                prefix = " " if sentence_start and self.add_space_prefix and not spaced else ""
                 out += self._encode_text(prefix + piece)
                 sentence_start = False
         return out

@@ -47,6 +47,7 @@ class Vocabulary:
     add_bos: bool | None  # None: the file does not say
     add_eos: bool
     add_space_prefix: bool
+    prefix_joins: bool  # a text that begins with a space gets no other one
     ignore_merges: bool
 
 
@@ -129,6 +130,7 @@ def read_vocabulary(meta: Mapping[str, Any], source: str) -> Vocabulary:
         add_bos=add_bos,
         add_eos=add_eos,
         add_space_prefix=kind == "llama" if prefix is None else prefix,
+        prefix_joins=reader.flag("space_prefix_joins") or False,
         ignore_merges=reader.flag("ignore_merges") or False,
     )
 

@@ -43,7 +43,7 @@ class _Added(msgspec.Struct):
 class _Model(msgspec.Struct):
     type: str = "BPE"
     vocab: Any = None
-    merges: list[str] | list[tuple[str, str]] = []
+    merges: list[str | tuple[str, str]] = []
     unk_token: str | None = None
     byte_fallback: bool = False
     ignore_merges: bool = False
@@ -108,6 +108,7 @@ def _keys(
         "token_type": types,
         "merges": _strings(merges, path, "model.merges"),
         "add_space_prefix": first or second,
+        "space_prefix_joins": second,
         "ignore_merges": tokenizer.model.ignore_merges,
     }
     for name, role in _ROLES.items():
