@@ -165,7 +165,7 @@ def _model_in_folder(folder: Path) -> Path:
     if inside:
         hint = f"but its folders do: {', '.join(inside)}; name one of them"
     elif any(name.endswith(".safetensors") for name in names):
-        hint = "only safetensors, which this version does not read; download or convert to a GGUF file"
+        hint = "only safetensors, without config.json; download that too"
     raise FormatError(folder, "", f"holds no .gguf file, {hint}")
 
 

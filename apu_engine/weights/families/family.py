@@ -59,6 +59,8 @@ ATTENTION: dict[str, str | Parts] = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+}
+HEAD_NORMS: dict[str, str | Parts] = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }
@@ -118,8 +120,7 @@ def rope(hyper: Hyper, part: str = "", dims: int | None = None) -> dict[str, Any
     if dims is not None:
         out["rope.dimension_count"] = dims
     elif values.has("partial_rotary_factor"):
-        head = hyper.get("head_dim") or hyper.integer("hidden_size") // hyper.integer("num_attention_heads")
-        out["rope.dimension_count"] = int(head * values.number("partial_rotary_factor"))
+        out["rope.dimension_count"] = int(hyper.head_size * values.number("partial_rotary_factor"))
     kind = rope_kind(values)
     if kind == "linear":
         out |= {"rope.scaling.type": "linear", "rope.scaling.factor": values.number("factor")}
@@ -172,12 +173,11 @@ def llama3_factors(hyper: Hyper) -> list[TensorRef]:
     values = rope_values(hyper)
     if rope_kind(values) != "llama3":
         return []
-    head = hyper.get("head_dim") or hyper.integer("hidden_size") // hyper.integer("num_attention_heads")
-    dims = int(head * values.number("partial_rotary_factor", 1.0))
+    dims = int(hyper.head_size * values.number("partial_rotary_factor", 1.0))
     base, factor = values.number("rope_theta", 10000.0), values.number("factor")
     low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
     original = values.number("original_max_position_embeddings")
-    if not (factor > 0 and 0 < low < high and original > 0 and 2 <= dims <= 1 << 16):
+    if not (factor > 0 and 0 < low < high and original > 0 and base > 0 and 2 <= dims <= 1 << 16):
         raise values.fail("rope_scaling", "expected 0 < low_freq_factor < high_freq_factor and a positive factor")
 
     def make() -> NDArray[np.float32]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from apu_engine.weights.families.family import ATTENTION, FEED_FORWARD, KEYS, Family, rope, rope_values
+from apu_engine.weights.families.family import ATTENTION, FEED_FORWARD, HEAD_NORMS, KEYS, Family, rope, rope_values
 from apu_engine.weights.families.hyper import Hyper
 
 
@@ -53,6 +53,7 @@ _GEMMA3 = Family(
     "gemma3",
     _GEMMA3_KEYS,
     ATTENTION
+    | HEAD_NORMS
     | FEED_FORWARD
     | {
         "post_attention_layernorm": "post_attention_norm",

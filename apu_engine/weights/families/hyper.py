@@ -12,6 +12,9 @@ from typing import Any
 
 from apu_engine.errors import FormatError, ModelError
 
+MOST = 1 << 40  # of integers that are calculated with
+MOST_NUMBER = 1e15
+
 
 class Hyper:
     """`h.get("hidden_size")`; `defaults` are those that the model's own code has where the file is silent."""
@@ -34,6 +37,8 @@ class Hyper:
         value = self.values.get(name, default)
         if type(value) is not int:
             raise self.fail(name, "expected an integer, found " + ("nothing" if value is None else f"{value!r:.80}"))
+        if not 0 <= value <= MOST:
+            raise self.fail(name, f"expected 0 to {MOST:,}, found {value!r:.80}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -41,7 +46,16 @@ class Hyper:
         if type(value) not in (int, float):
             raise self.fail(name, "expected a number, found " + ("nothing" if value is None else f"{value!r:.80}"))
         assert isinstance(value, (int, float))
+        if not -MOST_NUMBER <= value <= MOST_NUMBER:
+            raise self.fail(name, f"expected a number of at most {MOST_NUMBER:g}, found {value!r:.80}")
         return value
+
+    @property
+    def head_size(self) -> int:
+        """`head_dim`, else the width's share of a head."""
+        if self.has("head_dim"):
+            return self.integer("head_dim")
+        return self.integer("hidden_size") // max(1, self.integer("num_attention_heads"))
 
     def strings(self, name: str, length: int) -> list[str]:
         """A list of `length` strings."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from apu_engine.weights.families.family import ATTENTION, EXPERTS, FEED_FORWARD, KEYS, Family, rope
+from apu_engine.weights.families.family import ATTENTION, EXPERTS, FEED_FORWARD, HEAD_NORMS, KEYS, Family, rope
 from apu_engine.weights.families.hyper import Hyper
 
 
@@ -24,7 +24,7 @@ def _more_with_experts(hyper: Hyper) -> dict[str, Any]:
     return out
 
 
-_NAMES = ATTENTION | {"post_attention_layernorm": "ffn_norm"}
+_NAMES = ATTENTION | HEAD_NORMS | {"post_attention_layernorm": "ffn_norm"}
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
