@@ -1,4 +1,6 @@
-"""Prompts of DeepSeek's models: templates written as R1's and V3.1's files carry them, and V4's built-in format.
+"""Prompts of DeepSeek's models: templates written as the files of V2, V3, R1, V3.1 and Kimi K2 carry them
+(tokenizer_config.json of deepseek-ai/DeepSeek-V2-Lite-Chat, -V3, -R1, -V3.1 and moonshotai/Kimi-K2-Instruct), and V4's
+built-in format.
 
 The expected texts of V4 follow "DeepSeek-V4 Encoding" (encoding/README.md of deepseek-ai/DeepSeek-V4-Flash), read into
 `documented` apart from the template.
@@ -75,6 +77,39 @@ V31 = """\
     {%- else -%}{{'<think>'}}
   {%- endif -%}
 {%- endif %}"""
+# No control tokens but the ends, and newlines inside of a string.
+V2 = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+# A system message of its own where there is none, tests of types, and content in parts.
+K2 = """\
+{% if tools -%}
+    {{ '<|im_system|>tool_declare<|im_middle|>' -}}{{- tools | tojson -}}{{ '<|im_end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if loop.first and message['role'] != 'system' -%}
+    {{ '<|im_system|>system<|im_middle|>Help.<|im_end|>' }}
+  {%- endif -%}
+  {%- if message['role'] in ('user', 'assistant') -%}
+    {{ '<|im_' + message['role'] + '|>' + message['role'] + '<|im_middle|>' }}
+  {%- else -%}
+    {{ '<|im_system|>' + message['role'] + '<|im_middle|>' }}
+  {%- endif -%}
+  {%- if message['content'] is string -%}
+    {{- message['content'] + '<|im_end|>' -}}
+  {%- else -%}
+    {%- for part in message['content'] -%}
+      {{ part['text'] }}
+    {%- endfor -%}{{ '<|im_end|>' }}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{ '<|im_assistant|>assistant<|im_middle|>' }}
+{%- endif -%}"""
 CHAT = [
     {"role": "system", "content": "Be brief.\n"},
     {"role": "system", "content": "  Be kind."},
@@ -132,6 +167,27 @@ def test_templates_of_v3_and_r1(source: str, options: dict[str, bool], history: 
         assert find_block(prompt, source, tokenizer.control_tokens) == expected
     finally:
         made.close()
+
+
+def test_templates_of_v2_and_kimi_k2() -> None:
+    tokenizer = vocabulary()
+    told = "Be brief.\n\n\n  Be kind.\n\nUser:  What?\n\n\n\n"
+    asked = "<|im_assistant|>assistant<|im_middle|>"
+    for source, begin, end in (
+        (V2, f"{BOS}{told}Assistant: <think>", "Assistant:"),
+        (K2, "<|im_system|>system<|im_middle|>Be brief.\n<|im_end|><|im_system|>system", asked),
+    ):
+        made = from_file(source, tokenizer)
+        try:
+            text = made.render(CHAT).text
+            assert text.startswith(begin) and text.endswith(end)
+            for chat in (CHAT, CHAT[2:], CHAT[2:4], CHAT[:1]):
+                for generate in (True, False):
+                    found = made.render(chat, add_generation_prompt=generate).text
+                    values = {"bos_token": BOS, "eos_token": EOS, "add_generation_prompt": generate}
+                    assert found == transformers_render(source, chat, **values)
+        finally:
+            made.close()
 
 
 # ---- V4's own format
