@@ -3,14 +3,13 @@
 // Few rows read the weights where they lie, two weight rows together. For many, weights are first
 // converted to a tile of float32 in `work` (it stays in L2), 4 x 6 outputs share their loads, and the sums of 16 x 6
 // outputs rest in L1 between stretches of K, so that six rows of activations stay there too.
+#include "avx2.h"
 #include "avx512.h"
 #include "avx512_common.h"
 
 #ifdef APU_AVX512
 
 #include "../include/apu.h"
-#include "../quant/unpack.h"
-#include "../quant/visit.h"
 
 namespace apu::cpu::avx512 {
 namespace {
@@ -187,9 +186,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   case APU_F32: return convert_row<APU_F32>(in, k, out);
   case APU_F16: return convert_row<APU_F16>(in, k, out);
   case APU_BF16: return convert_row<APU_BF16>(in, k, out);
-  default:
-    return quant::with_block_type(dtype, [=]<class B>()
-                                             __attribute__((always_inline)) { quant::dequantize_row<B>(in, k, out); });
+  default: return avx2::dequantize_row(dtype, in, k, out);
   }
 }
 
