@@ -30,14 +30,15 @@ public:
         work_bytes_(b.kernels().work_bytes(k_)), max_rows_(b.info().max_rows) {
     Workspace &ws = b.workspace;
     ws.score_bytes = std::max(ws.score_bytes,
-                              aligned(max_rows_ * n_ * sizeof(float)) + aligned(max_rows_ * streams_ * sizeof(double)));
+                              aligned(max_rows_ * n_ * sizeof(float)) + aligned(max_rows_ * streams_ * sizeof(float)));
     ws.worker_bytes = std::max(ws.worker_bytes, aligned(work_bytes_));
   }
 
   void run(Worker &worker, Run &run) override {
     const uint32_t rows = uint32_t(run.step.rows.size());
     Bump shared(reinterpret_cast<uint8_t *>(run.workspace->score));
-    const Call c{shared.take<float>(max_rows_ * n_), shared.take<double>(max_rows_ * streams_)};
+    const Call c{shared.take<float>(max_rows_ * n_), shared.take<float>(max_rows_ * streams_)};
+    const uint32_t d = k_ / streams_;
     void *work = run.scratch(worker).bytes(work_bytes_);
     {
       const uint32_t unit = rows < kManyRows ? kFewUnit : kWideUnit, across = (n_ + unit - 1) / unit;
@@ -47,7 +48,9 @@ public:
         if (run.stopping()) break;
         for (; at < end; ++at) {
           if (at >= tiles) {
-            c.squares[at - tiles] = squares(in_ + size_t(at - tiles) * (k_ / streams_));
+            const float *x = in_ + size_t(at - tiles) * d;
+            const Matrix stream{reinterpret_cast<const uint8_t *>(x), d * sizeof(float), APU_F32, d};
+            run.kernels->matmul_float(stream, x, d, 1, 0, 1, c.squares + (at - tiles), 1, work);
             continue;
           }
           const uint32_t t = at / across * kTileRows, begin = at % across * unit;
@@ -62,7 +65,7 @@ public:
       }
       worker.barrier();
     }
-    const uint32_t across = (k_ / streams_ + kBlock - 1) / kBlock;
+    const uint32_t across = (d + kBlock - 1) / kBlock;
     Split split(worker, rows * across, 1);
     for (uint32_t u, end; split.next(u, end);)
       for (; u < end; ++u) {
@@ -76,26 +79,14 @@ public:
 private:
   struct Call {
     float *products; // (T, n)
-    double *squares; // (T, S) sums
+    float *squares;  // (T, S) sums
   };
-
-  double squares(const float *x) const { // of one stream
-    const uint32_t d = k_ / streams_;
-    float lanes[16] = {};
-    uint32_t i = 0;
-    for (; i + 16 <= d; i += 16)
-      for (uint32_t l = 0; l < 16; ++l) lanes[l] += x[i + l] * x[i + l];
-    for (uint32_t l = 0; i + l < d; ++l) lanes[l] += x[i + l] * x[i + l];
-    double sum = 0;
-    for (float lane : lanes) sum += double(lane);
-    return sum;
-  }
 
   // Elements [begin, begin + kBlock) of a row.
   void finish(const Call &c, size_t t, uint32_t begin) const {
     const uint32_t s = streams_, d = k_ / s, end = std::min(begin + kBlock, d);
     double sum = 0;
-    for (uint32_t j = 0; j < s; ++j) sum += c.squares[t * s + j];
+    for (uint32_t j = 0; j < s; ++j) sum += double(c.squares[t * s + j]);
     const float shrink = float(1 / std::sqrt(sum / k_ + double(eps_)));
     const auto number = [&](uint32_t n) {
       return c.products[t * n_ + n] * shrink * scale_[n < s ? 0 : n < 2 * s ? 1 : 2] + offset_[n];
