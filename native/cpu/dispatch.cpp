@@ -75,6 +75,10 @@ bool is_quantized(uint32_t dtype) {
   return type_info(dtype).quantized;
 }
 
+bool has_quantized_rows(uint32_t dtype, int32_t precision) {
+  return is_quantized(dtype) && precision != APU_PRECISION_EXACT;
+}
+
 bool has_matmul(uint32_t dtype) {
   return type_info(dtype).matmul;
 }

@@ -80,7 +80,7 @@ apu_status Device::kernel_matmul(const KernelProduct &product, float *y) {
   const float *x = product.x;
   const KernelTable &table = *kernels;
   const Matrix matrix{static_cast<const uint8_t *>(w), static_cast<size_t>(row_stride), dtype, k};
-  const bool quantized = is_quantized(dtype) && precision != APU_PRECISION_EXACT;
+  const bool quantized = has_quantized_rows(dtype, precision);
   const uint32_t terms = quantized && precision == APU_PRECISION_FINE ? 2 : 1;
   const ActLayout layout(k);
   const size_t act_rows = quantized ? size_t{rows} * terms : 0;

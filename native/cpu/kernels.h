@@ -92,6 +92,8 @@ struct KernelTable {
 // Bytes of a row of k elements; 0 when the dtype is unknown or k does not fit its block.
 size_t row_bytes(uint32_t dtype, uint64_t k);
 bool is_quantized(uint32_t dtype);
+// Whether a product with a matrix of this type takes its rows in int8, by APU_PRECISION_*.
+bool has_quantized_rows(uint32_t dtype, int32_t precision);
 bool has_matmul(uint32_t dtype);
 
 // Null when the processor or the build lacks the level (APU_ISA_*).

@@ -49,7 +49,7 @@ public:
     for (uint32_t m = 0; m < (activation_ ? 2u : 1u); ++m) {
       Side &s = sides_[m];
       s.w = b.info().tensor(op.w[1 + m]);
-      s.quantized = is_quantized(s.w->d.dtype) && op.i[1] != APU_PRECISION_EXACT;
+      s.quantized = has_quantized_rows(s.w->d.dtype, op.i[1]);
       (s.quantized ? quantized_ : floats_) = true;
     }
     experts_ = uint32_t(sides_[0].w->d.shape[0]);

@@ -20,7 +20,7 @@ public:
         out_(b.scratch(op.out[0])), values_(b.attention()->f32.values), across_(op.i[0] != 0),
         heads_(uint32_t(w_.d.shape[0])), k_(uint32_t(w_.d.shape[across_ ? 1 : 2])),
         n_(uint32_t(w_.d.shape[across_ ? 2 : 1])), rest_(uint32_t(op.i[2])), layout_(k_) {
-    quantized_ = !across_ && is_quantized(w_.d.dtype) && op.i[1] != APU_PRECISION_EXACT;
+    quantized_ = !across_ && has_quantized_rows(w_.d.dtype, op.i[1]);
     work_bytes_ = across_ ? cpu::work_bytes(n_) : b.kernels().work_bytes(k_);
     size_t own = aligned(size_t(kTileRows) * n_ * sizeof(float));
     if (across_) own += aligned(kTileRows * kPageTokens * sizeof(float)) + aligned(n_ * kPageTokens * sizeof(float));

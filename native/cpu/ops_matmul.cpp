@@ -36,7 +36,7 @@ public:
       s.bias = b.vector(op.w[5 + count_]);
       s.out = b.scratch(op.out[count_]);
       s.n = uint32_t(s.w->rows);
-      s.quantized = is_quantized(s.w->d.dtype) && op.i[1] != APU_PRECISION_EXACT;
+      s.quantized = has_quantized_rows(s.w->d.dtype, op.i[1]);
       (s.quantized ? quantized : floats) = true;
     }
     input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], k_, floats, quantized,

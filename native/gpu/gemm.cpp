@@ -78,7 +78,7 @@ public:
     base_.k = k, base_.columns = columns_, base_.output_rows = output_rows, base_.row_divisor = 1;
   }
 
-  bool is_quantized(const Matrix &w) const { return cpu::is_quantized(w.type) && precision_ != APU_PRECISION_EXACT; }
+  bool is_quantized(const Matrix &w) const { return cpu::has_quantized_rows(w.type, precision_); }
   bool is_float(const Matrix &w) const { return w.type == APU_F32 || precision_ == APU_PRECISION_EXACT; }
   // Whether two matrices can be one launch.
   bool alike(const Matrix &a, const Matrix &b) const {

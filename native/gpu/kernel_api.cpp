@@ -56,7 +56,7 @@ public:
     TRY(driver_.fill(out_.address(), 0xff, out_.bytes(), device_.stream()));
     TRY(place_weights(copies));
 
-    const bool quantized = cpu::is_quantized(p_.dtype) && p_.precision != APU_PRECISION_EXACT;
+    const bool quantized = cpu::has_quantized_rows(p_.dtype, p_.precision);
     InputDesc input;
     input.in = reinterpret_cast<const float *>(in_.address());
     input.k = p_.k;

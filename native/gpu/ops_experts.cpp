@@ -24,7 +24,7 @@ public:
     InputDesc input;
     for (int m = 0; m < (product.second ? 1 : 2); ++m) {
       product.w[m] = b.matrix(op.w[1 + m]);
-      const bool quantized = cpu::is_quantized(product.w[m].type) && op.i[1] != APU_PRECISION_EXACT;
+      const bool quantized = cpu::has_quantized_rows(product.w[m].type, op.i[1]);
       (quantized ? input.quantized : input.floats) = true;
     }
     input.in = b.scratch(op.in[0]);

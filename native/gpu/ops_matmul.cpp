@@ -21,7 +21,7 @@ public:
     for (int m = 0; m < 4 && op.w[1 + m] != APU_NONE; ++m) {
       product.sides[m] = {b.matrix(op.w[1 + m]), b.vector(op.w[5 + m]), b.scratch(op.out[m])};
       ++product.count;
-      const bool quantized = cpu::is_quantized(product.sides[m].w.type) && op.i[1] != APU_PRECISION_EXACT;
+      const bool quantized = cpu::has_quantized_rows(product.sides[m].w.type, op.i[1]);
       (quantized ? input.quantized : input.floats) = true;
     }
     input.in = b.scratch(op.in[0]);
