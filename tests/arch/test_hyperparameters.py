@@ -181,19 +181,23 @@ def test_types_without_a_kernel_are_named(tmp_path: Path) -> None:
     assert error.value.names == ("blk.1.ffn_up.weight",)
 
 
-def test_norms_must_be_float(tmp_path: Path) -> None:
+def test_norms_must_not_be_blocks(tmp_path: Path) -> None:
     tiny = tiny_llama_gguf(tmp_path / "model.gguf")
     writer = gguf.GGUFWriter(str(tiny.path), "llama")
     for key, value in tiny.metadata.items():
         if key.startswith("llama."):
             writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
     for name, values in tiny.tensors.items():
-        writer.add_tensor(name, values.astype(np.float16) if name == "blk.0.ffn_norm.weight" else values)
+        if name == "blk.0.ffn_norm.weight":
+            blocks = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"blk\.0\.ffn_norm\.weight.*F16"):
+    with pytest.raises(ModelError, match=r"blk\.0\.ffn_norm\.weight.*Q8_0"):
         arch.describe(open_model(tiny.path))
 
 
