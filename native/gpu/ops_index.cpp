@@ -30,7 +30,7 @@ public:
     args_.round = uint32_t(op.i[3]);
     args_.shrink = float(1 / std::sqrt(double(d)));
     args_.heads = uint32_t(info.tensor(op.in[1])->inner);
-    args_.padded = (args_.heads + 15) / 16 * 16;
+    args_.padded = (args_.heads + kIndexTileHeads - 1) / kIndexTileHeads * kIndexTileHeads;
     args_.k = uint32_t(info.tensor(op.out[0])->inner);
     args_.tokens = kPageRows / rows.page_rows;
     const uint32_t pages = (info.max_positions + kPageRows - 1) / kPageRows;

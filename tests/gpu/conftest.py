@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from hip_double import HipDouble, code_object, library
+from shim import KERNELS
 
 from apu_engine._native import Device
 from apu_engine.device import open_device
@@ -70,3 +71,15 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
         return
     with open_device(kind)[0] as device:
         yield device
+
+
+@pytest.fixture
+def wide_gpu(hip: HipDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A gfx90a that the CPU plays, waves of 64, with the kernels of compressed rows and their index alone."""
+    files = [KERNELS / f"{name}.hip" for name in ("compress", "index", "rows", "step")]
+    code_object(tmp_path, "gfx90a", files)
+    monkeypatch.setenv("APU_KERNELS", str(tmp_path))
+    hip.set(arch="gfx90a")
+    with Device("hip") as device:
+        yield device
+    hip.set()

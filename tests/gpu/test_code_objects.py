@@ -34,7 +34,8 @@ LIMITS = [
     (r"(latent|sparse)_attention|heads", 256, 16384),
     (r"route", 192, 16384),
     (r"sample", 128, 36864),
-    (r"index_choose", 64, 20480),
+    (r"index_choose", 64, 16384),
+    (r"index_scores", 144, 1024),
     (r"", 128, 16384),
 ]
 # Their main loops may keep few scalars in lanes of VGPRs: one operation of 25.

@@ -158,6 +158,16 @@ def test_what_a_layer_stores_is_the_cpus(
 
 
 @pytest.mark.parametrize("tokens", [4, 128])
+def test_waves_of_64_store_the_same(device: Device, wide_gpu: Device, tokens: int) -> None:
+    test_what_a_layer_stores_is_the_cpus(device, wide_gpu, tokens, np.float16, "F16", lib.APU_ROPE_HALVES)
+
+
+@pytest.mark.parametrize("rounding", [lib.APU_ROUND_E4M3, lib.APU_ROUND_FP4])
+def test_waves_of_64_round_the_same(device: Device, wide_gpu: Device, rounding: int) -> None:
+    test_roundings_have_the_bits_of_the_cpu(device, wide_gpu, rounding, 256)
+
+
+@pytest.mark.parametrize("tokens", [4, 128])
 def test_a_prefill_stores_what_single_rows_do(gpu: Device, tokens: int) -> None:
     together, alone = Layer(tokens, np.float16), Layer(tokens, np.float16)
     with together.rig.build(gpu) as plan, alone.rig.build(gpu) as other:

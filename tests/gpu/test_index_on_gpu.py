@@ -71,6 +71,11 @@ def test_choices_are_the_cpus(device: Device, gpu: Device, options: dict[str, An
         assert np.array_equal(b, a)
 
 
+@pytest.mark.parametrize("options", [{"heads": 37, **TILES}, {"heads": 6, "d": 32}], ids=str)
+def test_waves_of_64_choose_the_same(device: Device, wide_gpu: Device, options: dict[str, Any]) -> None:
+    test_choices_are_the_cpus(device, wide_gpu, options | {"k": 60, "pages": 36})
+
+
 @pytest.mark.parametrize("options", [{"heads": 64, **TILES}, {"heads": 6, "d": 32}], ids=str)
 def test_scores_of_any_numbers_choose_the_best(gpu: Device, options: dict[str, Any]) -> None:
     options = options | {"k": 60, "pages": 36}

@@ -10,6 +10,7 @@ constexpr u32 kIndexTileElements = 128; // of a head, where scores are made by m
 constexpr u32 kIndexTileRows = 16;      // compressed rows of a wave at a time
 constexpr u32 kIndexTileStride =
     kIndexTileElements + 32;          // halves between queries in LDS: quads of lanes meet no bank twice
+constexpr u32 kIndexTileHeads = 32;   // at a time
 constexpr u32 kIndexBlockRows = 128;  // compressed rows of a block at a time, at most
 constexpr u32 kIndexBins = 2048;      // of a key's first bits
 constexpr u32 kIndexFmaThreads = 128; // compressed rows of a block, where scores are made by FMA
@@ -31,7 +32,7 @@ struct IndexArgs {
   float scale;
   u32 pairs, halves; // as in RopeStoreArgs
   u32 round;         // APU_ROUND_*
-  u32 heads, padded; // H, and a multiple of 16
+  u32 heads, padded; // H, and a multiple of kIndexTileHeads
   u32 tokens;        // of a compressed row
   u32 k;
   u32 most;  // compressed rows that a row may see, a multiple of 64

@@ -166,21 +166,27 @@ APU_KERNEL(kIndexThreads) void index_scores_tiles(IndexArgs a) {
     for (u32 s = 0; s < steps; ++s) tile_lines_b(b[s], lines[s]);
     float sum[kTileOwn] = {};
 #pragma unroll 1
-    for (u32 h = 0; h < a.padded; h += 16) {
-      TileC c;
-      tile_zero(c);
+    for (u32 h = 0; h < a.padded; h += kIndexTileHeads) {
+      constexpr u32 tiles = kIndexTileHeads / 16; // whose sums do not wait for each other
+      TileC c[tiles];
 #pragma unroll
-      for (u32 s = 0; s < steps; ++s) {
-        TileLines heads;
-        load_line_shared(heads, q + h * kIndexTileStride + 32 * s, kIndexTileStride);
-        TileA x[2];
-        tile_lines_a(x, heads);
-        tile_multiply(c, x[0], b[s][0]);
-        tile_multiply(c, x[1], b[s][1]);
-      }
+      for (u32 k = 0; k < tiles; ++k) tile_zero(c[k]);
 #pragma unroll
-      for (u32 i = 0; i < kTileRegisters; ++i)
-        sum[tile_own(i)] = fma_f32(weights[h + tile_row(i)], positive(c.v[i]), sum[tile_own(i)]);
+      for (u32 s = 0; s < steps; ++s)
+#pragma unroll
+        for (u32 k = 0; k < tiles; ++k) {
+          TileLines heads;
+          load_line_shared(heads, q + (h + 16 * k) * kIndexTileStride + 32 * s, kIndexTileStride);
+          TileA x[2];
+          tile_lines_a(x, heads);
+          tile_multiply(c[k], x[0], b[s][0]);
+          tile_multiply(c[k], x[1], b[s][1]);
+        }
+#pragma unroll
+      for (u32 k = 0; k < tiles; ++k)
+#pragma unroll
+        for (u32 i = 0; i < kTileRegisters; ++i)
+          sum[tile_own(i)] = fma_f32(weights[h + 16 * k + tile_row(i)], positive(c[k].v[i]), sum[tile_own(i)]);
     }
 #pragma unroll
     for (u32 j = 0; j < kTileOwn; ++j) {
@@ -287,15 +293,15 @@ APU_DEVICE void load_keys(const float *scores, u32 begin, u32 n, u32 *keys) {
 
 struct ChooseShared {
   u32 counts[kBins];
-  u64 totals[kFinishWaves + 1];
+  u32 totals[kFinishWaves + 1];
   u32 digit, above, at;
 };
 
 // By the block, of two bins for each thread, the thread's from the top: that of the k-th key, where `above` keys are
 // known to be larger.
 APU_DEVICE void find_digit(u32 upper, u32 lower, u32 k, u32 &above, u32 &at, u32 &digit, ChooseShared &s) {
-  u64 total;
-  const u32 before = above + u32(block_scan(upper + lower, s.totals, total));
+  u32 total;
+  const u32 before = above + block_scan(upper + lower, s.totals, total);
   if (before < k && k <= before + upper + lower) {
     const bool one = k <= before + upper;
     s.digit = kBins - 1 - 2 * thread_id() - (one ? 0 : 1);
@@ -306,7 +312,7 @@ APU_DEVICE void find_digit(u32 upper, u32 lower, u32 k, u32 &above, u32 &at, u32
   digit = s.digit, above = s.above, at = s.at;
 }
 
-// Grid (rows of the turn).
+// Keys stay in registers where one turn of the threads holds them all. Grid (rows of the turn).
 APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
   APU_SHARED ChooseShared s;
   const u32 t = a.first + block_id(), place = kBins - 2 - 2 * thread_id();
@@ -320,24 +326,27 @@ APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
     return;
   }
   const float *scores = a.scores + u64(block_id()) * a.most;
+  const bool turns = n > kKeysOfTurn;
+  u32 keys[kKeysOfThread];
+  load_keys(scores, 0, n, keys);
   u32 above = 0, at, digit;
   counts[0] = counts[1] = 0; // for the next op
+  s.counts[place] = s.counts[place + 1] = 0;
   find_digit(upper, lower, a.k, above, at, digit, s);
   u32 shift = kFirstShift, key = digit; // of the k-th, from bit `shift` on
   while (shift && above + at > a.k) {   // not all that have these bits are wanted
     const u32 next = shift == kFirstShift ? kSecondShift : 0;
-    s.counts[place] = s.counts[place + 1] = 0;
-    block_sync();
 #pragma unroll 1
     for (u32 begin = 0; begin < n; begin += kKeysOfTurn) {
-      u32 keys[kKeysOfThread];
-      load_keys(scores, begin, n, keys);
+      if (turns) load_keys(scores, begin, n, keys);
 #pragma unroll
       for (u32 i = 0; i < kKeysOfThread; ++i)
         if (keys[i] >> shift == key) atomic_add(&s.counts[keys[i] >> next & ((1u << (shift - next)) - 1)], 1);
     }
     block_sync();
-    find_digit(s.counts[place + 1], s.counts[place], a.k, above, at, digit, s);
+    const u32 more = s.counts[place + 1], less = s.counts[place];
+    s.counts[place] = s.counts[place + 1] = 0;
+    find_digit(more, less, a.k, above, at, digit, s);
     key = key << (shift - next) | digit;
     shift = next;
   }
@@ -345,20 +354,19 @@ APU_KERNEL(kFinishThreads) void index_choose(IndexArgs a) {
   u32 found_above = 0, found_at = 0;
 #pragma unroll 1
   for (u32 begin = 0; begin < n; begin += kKeysOfTurn) {
-    u32 keys[kKeysOfThread];
-    load_keys(scores, begin, n, keys);
-    u32 larger = 0, equal = 0;
+    if (turns) load_keys(scores, begin, n, keys);
+    u32 mine = 0, total; // above the key, then at it: 16 bits each
+    static_assert(kKeysOfTurn < 1u << 16);
 #pragma unroll
     for (u32 i = 0; i < kKeysOfThread; ++i) {
-      larger += keys[i] >> shift > key;
-      equal += keys[i] >> shift == key;
+      const u32 digits = keys[i] >> shift;
+      mine += digits > key ? 1u << 16 : digits == key;
     }
-    u64 total;
-    const u64 before = block_scan(u64(larger) << 32 | equal, s.totals, total);
-    u32 of_above = found_above + u32(before >> 32), of_at = found_at + u32(before);
-    found_above += u32(total >> 32);
-    found_at += u32(total);
-    if (larger + equal == 0) continue;
+    const u32 before = block_scan(mine, s.totals, total);
+    u32 of_above = found_above + (before >> 16), of_at = found_at + (before & 0xffffu);
+    found_above += total >> 16;
+    found_at += total & 0xffffu;
+    if (mine == 0) continue;
 #pragma unroll
     for (u32 i = 0; i < kKeysOfThread; ++i) {
       const u32 digits = keys[i] >> shift;

@@ -41,29 +41,34 @@ APU_DEVICE u64 wave_sum64(u64 v) {
   return v;
 }
 
-// Sums over this lane and those before it.
-APU_DEVICE u64 wave_scan(u64 v) {
+// Sums over this lane and those before it, of u32 or u64.
+template <class T> APU_DEVICE T wave_scan(T v) {
 #pragma unroll
   for (u32 distance = 1; distance < kWaveSize; distance *= 2) {
-    const u64 other = shuffle64(v, lane_id() >= distance ? lane_id() - distance : lane_id());
+    const u32 from = lane_id() >= distance ? lane_id() - distance : lane_id();
+    T other;
+    if constexpr (sizeof(T) == 8)
+      other = shuffle64(v, from);
+    else
+      other = wave_shuffle(v, from);
     if (lane_id() >= distance) v += other;
   }
   return v;
 }
 
 // Sum of v over the threads before this one; `total` over all. Ends with all threads past their reads of `totals`.
-APU_DEVICE u64 block_scan(u64 v, u64 *totals, u64 &total) {
+template <class T> APU_DEVICE T block_scan(T v, T *totals, T &total) {
   static_assert(kFinishWaves <= kWaveSize);
-  const u64 sum = wave_scan(v);
+  const T sum = wave_scan(v);
   if (lane_id() == kWaveSize - 1) totals[wave_id()] = sum;
   block_sync();
   if (wave_id() == 0) {
-    const u64 mine = lane_id() < kFinishWaves ? totals[lane_id()] : 0, all = wave_scan(mine);
+    const T mine = lane_id() < kFinishWaves ? totals[lane_id()] : 0, all = wave_scan(mine);
     if (lane_id() < kFinishWaves) totals[lane_id()] = all - mine;
     if (lane_id() == kFinishWaves - 1) totals[kFinishWaves] = all;
   }
   block_sync();
-  const u64 before = totals[wave_id()];
+  const T before = totals[wave_id()];
   total = totals[kFinishWaves];
   block_sync();
   return before + sum - v;
