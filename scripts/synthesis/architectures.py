@@ -180,8 +180,8 @@ def _latent(
 
 
 def _deepseek4_ratios(s: Mapping[str, int]) -> list[int]:
-    """Tokens of a compressed row by layer: none in the first two, then 4 and 128 in turn."""
-    return [0 if layer < 2 else 128 if layer % 2 else 4 for layer in range(s["L"])]
+    """Tokens of a compressed row by layer: none in Flash's first two, 128 in Pro's, then 4 and 128 in turn."""
+    return [s.get("first", 0) if layer < 2 else 128 if layer % 2 else 4 for layer in range(s["L"])]
 
 
 def _deepseek4_keys(s: Mapping[str, int]) -> dict[str, Any]:
@@ -258,6 +258,7 @@ _DEEPSEEK4_TYPES = {
 }
 _V4_FLASH = {"L": 43, "D": 4096, "H": 64, "d": 512, "dr": 64, "Rq": 1024, "Ro": 1024, "G": 8, "dg": 4096, "F": 2048}
 _V4_FLASH |= {"Hi": 64, "di": 128, "ki": 512, "S": 4, "E": 256, "k": 6, "hashed": 3, "V": 129_280}
+_V4_PRO = _V4_FLASH | {"L": 61, "D": 7168, "H": 128, "Rq": 1536, "G": 16, "F": 3072, "ki": 1024, "E": 384, "first": 128}
 _V4_TINY = {"L": 6, "D": 256, "H": 8, "d": 64, "dr": 32, "Rq": 256, "Ro": 128, "G": 2, "dg": 256, "F": 256}
 _V4_TINY |= {"Hi": 4, "di": 64, "ki": 16, "S": 4, "E": 8, "k": 2, "hashed": 2, "V": 1024}
 _V4_Q2 = {
@@ -403,6 +404,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         presets={
             "tiny": Preset(_V4_TINY, "for tests"),
             "v4-flash-q2": Preset(_V4_FLASH, "DeepSeek V4 Flash in the types of its 2-bit file", types=_V4_Q2),
+            "v4-pro-q2": Preset(
+                _V4_PRO, "DeepSeek V4 Pro in the same types", {"expert_weights_scale": 2.5}, types=_V4_Q2
+            ),
         },
     ),
 }

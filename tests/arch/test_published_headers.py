@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from published_models import Published, published, write_sparse
 from synthesis.architectures import ARCHITECTURES, MIXES, metadata, tensors
+from synthesize import header
 
 from apu_engine import arch
 from apu_engine.cli import main
@@ -95,6 +96,20 @@ def test_the_synthetic_preset_is_the_published_file(v4_flash: Published) -> None
         elif key.startswith("tokenizer."):
             assert keys[key] == value if not kind.endswith("[]") else len(keys[key]) == value, key
     assert not [key for key in keys if key.startswith("deepseek4.")]
+
+
+def test_v4_pro_has_other_numbers_only(tmp_path: Path) -> None:
+    """Sizes as ds4.c has them (DS4_SHAPE_PRO); its first two layers have rows of 128 tokens."""
+    preset_ = ARCHITECTURES["deepseek4"].presets["v4-pro-q2"]
+    table = tensors(ARCHITECTURES["deepseek4"], preset_, MIXES["Q4_0"], 61)
+    path = tmp_path / "v4-pro.gguf"
+    path.write_bytes(header(metadata("deepseek4", "V4 Pro", preset_, MIXES["Q4_0"], 61), table))
+    model = open_model(path, whole=False)
+    assert 0 <= model.missing_bytes - model.weight_bytes < 32 * len(table)  # padding
+    info = arch.describe(model)
+    assert (info.layers, info.hidden_size) == (61, 7168) and 1.5e12 < info.parameters < 1.7e12
+    assert info.kv_bytes_per_token[0] == 30 * 320 + 31 * 8
+    assert not model.tensors.keys() - {tensor.name for tensor in arch.tensors_used(model, arch.PlanOptions(ctx=CTX))}
 
 
 def test_show_gives_v4_flash_at_128k_in_numbers(
