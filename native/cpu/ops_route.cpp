@@ -42,7 +42,9 @@ public:
     const InputRows in = input_.prepare(worker, run, scratch, rows);
     float *scores = run.workspace->score; // (T, E)
     {
-      const uint32_t unit = rows < kManyRows ? kNarrowUnit : kWideUnit, across = (experts_ + unit - 1) / unit;
+      const uint64_t row_bytes = router_.row_bytes;
+      const uint32_t unit = rows < kManyRows ? chunk_rows(worker, row_bytes * experts_, row_bytes) : kWideUnit;
+      const uint32_t across = (experts_ + unit - 1) / unit;
       Split split(worker, (rows + kTileRows - 1) / kTileRows * across, 1);
       for (uint32_t at, end; split.next(at, end);) {
         if (run.stopping()) break;

@@ -14,7 +14,7 @@ namespace apu::cpu {
 namespace {
 
 constexpr uint32_t kTileRows = 32; // of the input, in one call
-constexpr uint32_t kFewUnit = 2;   // matrix rows
+constexpr uint32_t kFewUnit = 2;   // matrix rows, at least
 constexpr uint32_t kBlock = 512;   // elements of a stream
 
 float sigmoid(float x) {
@@ -41,7 +41,8 @@ public:
     const uint32_t d = k_ / streams_;
     void *work = run.scratch(worker).bytes(work_bytes_);
     {
-      const uint32_t unit = rows < kManyRows ? kFewUnit : kWideUnit, across = (n_ + unit - 1) / unit;
+      const uint32_t few = std::max(kFewUnit, (n_ + 2 * worker.count - 1) / (2 * worker.count));
+      const uint32_t unit = rows < kManyRows ? few : kWideUnit, across = (n_ + unit - 1) / unit;
       const uint32_t tiles = (rows + kTileRows - 1) / kTileRows * across;
       Split split(worker, tiles + rows * streams_, 1);
       for (uint32_t at, end; split.next(at, end);) {
