@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -99,4 +101,34 @@ def load(folder: Path) -> torch.nn.Module:
 def save(model: torch.nn.Module, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """`model` in `dtype`, which it has afterwards, as a folder; `options` go to save_pretrained."""
     model.to(dtype).save_pretrained(folder, **options)
+    return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """The 256 bytes, a few merges and ChatML's control tokens, as tokenizer.json and the files beside it: 262 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("\u0120", "the")]
+    vocabulary = [*alphabet, *(left + right for left, right in merges)]
+    document = {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(vocabulary)}, "merges": merges},
+        "added_tokens": [
+            {"id": len(vocabulary) + i, "content": token, "special": True}
+            for i, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "add_bos_token": False}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [261, 259]})
+    )
     return folder

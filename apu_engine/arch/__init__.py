@@ -126,6 +126,7 @@ class LoadedModel:
     kv_bytes: int  # reserved; committed page by page as they are written
     scratch_bytes: int
     weight_bytes: int
+    made_bytes: int  # of vectors that are kept in float32 beside the file, and of tensors that no file holds
     options: PlanOptions
     _regions: list[Region]
 
@@ -240,9 +241,26 @@ def load(model: ModelFile, weights: Binder, device: Device, options: PlanOptions
         kv_bytes=spec.state_bytes,
         scratch_bytes=native.scratch_bytes,
         weight_bytes=model.weight_bytes,
+        made_bytes=made_bytes(model, spec),
         options=options,
         _regions=regions,
     )
+
+
+def made_bytes(model: ModelFile, spec: PlanSpec) -> int:
+    """Of small tensors that are kept in memory beside the files: made ones, and vectors that are not float32 at an
+    address of it.
+    """
+    total = 0
+    for tensor in spec.tensors:
+        if not tensor.is_weight:
+            continue
+        ref = model.tensors.get(tensor.name)
+        if ref is not None and ref.made is not None:
+            total += ref.nbytes
+        elif len(tensor.shape) == 1 and (tensor.dtype != lib.APU_F32 or tensor.segments[0].address % 4):
+            total += 4 * tensor.shape[0]
+    return total
 
 
 def groups(spec: PlanSpec) -> tuple[GroupSpec, ...]:
@@ -287,6 +305,7 @@ __all__ = [
     "groups",
     "layer_kinds",
     "load",
+    "made_bytes",
     "page_count",
     "plan",
     "resolve_kv_type",

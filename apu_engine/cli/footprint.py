@@ -93,8 +93,9 @@ class Report:
         if self.engine is None:
             return f"registered, device, KV cache and scratch are unknown: {self.unknown}"
         engine, way = self.engine, f", way {self.engine.way}" if self.engine.way else ""
-        sizes = (("registered", engine.registered), ("device", engine.device), ("KV", engine.kv))
-        told = ", ".join(f"{name} {format_size(size)}" for name, size in (*sizes, ("scratch", engine.scratch)))
+        sizes = [("registered", engine.registered), ("device", engine.device), ("KV", engine.kv)]
+        sizes += [("scratch", engine.scratch)] + ([("made", engine.made)] if engine.made else [])
+        told = ", ".join(f"{name} {format_size(size)}" for name, size in sizes)
         return f"weights {format_size(engine.weights)} ({engine.strategy}{way}), {told}"
 
 

@@ -73,7 +73,7 @@ class Sizes:
         self.trained: int = arch.architecture(model).read(model).context
         self.weights = model.weight_bytes
         spec = arch.plan(model, self.options(1))
-        self.scratch = spec.arena_bytes
+        self.scratch = spec.arena_bytes + arch.made_bytes(model, spec)
         self.kinds = arch.layer_kinds(spec)
         self._groups = arch.groups(spec)
 

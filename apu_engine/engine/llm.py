@@ -256,8 +256,9 @@ class LLM:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by plan: "weights", "kv" and "scratch" (reserved, committed when used), "copied"; and "registered" of
-        file pages that a GPU reads in place, "device" of a GPU's own memory.
+        """Bytes by plan: "weights", "kv" and "scratch" (reserved, committed when used), "copied", "made" of small
+        tensors that no file holds as they are needed, such as norms of 16 bits in float32; and "registered" of file
+        pages that a GPU reads in place, "device" of a GPU's own memory.
         """
         loaded, weights = self.runtime.loaded, self.runtime.weights
         on_gpu = self.runtime.device.props.kind != "cpu"
@@ -266,6 +267,7 @@ class LLM:
             "kv": loaded.kv_bytes,
             "scratch": loaded.scratch_bytes,
             "copied": self.runtime.copied_bytes,
+            "made": loaded.made_bytes,
             "registered": weights.registered_bytes,
             "device": weights.device_bytes + loaded.kv_bytes + loaded.scratch_bytes if on_gpu else 0,
         }

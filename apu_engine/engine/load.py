@@ -386,7 +386,8 @@ def make_template(model: ModelFile, tokenizer: Tokenizer, override: str | None) 
 def summary(runtime: Runtime) -> str:
     """How the weights are reached and what they take, as the kernel reports it.
 
-    `weights 98.4 MB mapped, copied 0, anonymous 0; ctx 8192 (KV 184 MB)` on the CPU,
+    `weights 98.4 MB mapped, copied 0, anonymous 0; ctx 8192 (KV 184 MB)` on the CPU, with `vectors 1.2 MB` where norms
+    and their like are not float32 in the file,
     `weights 80.8 GB in place (way A), copied 0, anonymous 0, 97% of device bandwidth; ...` and `weights 98.4 MB staged:
     in place reads at 1.2% of device memory (51 of 4361 GB/s); copied 98.4 MB once, file pages dropped, anonymous 0;
     ...` on a GPU.
@@ -401,6 +402,8 @@ def summary(runtime: Runtime) -> str:
     if runtime.device.props.kind == "cpu" or runtime.config.copy_weights:
         mapped = format_size(sum(item.mapped for item in now.files))
         text = f"weights {mapped} mapped, copied {copied}, anonymous {anonymous}"
+        if runtime.loaded.made_bytes:
+            text += f", vectors {format_size(runtime.loaded.made_bytes)}"
     elif weights.strategy == "staged":
         kept = f"{format_size(weights.kept_bytes)} of file pages kept" if weights.kept_bytes else "file pages dropped"
         text = f"weights {size} staged: {why}; copied {copied} once, {kept}, anonymous {anonymous}"

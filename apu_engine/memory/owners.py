@@ -118,7 +118,8 @@ class Engine:
     """What an engine says of its memory, in bytes: LLM.memory, and of a server the same at /health.
 
     `registered` of file pages that the GPU reads in place, `device` of a GPU's own memory (weights that were copied, KV
-    cache and scratch). On the CPU KV cache and scratch are part of anonymous memory.
+    cache and scratch). On the CPU KV cache and scratch are part of anonymous memory. `made` of small tensors that no
+    file holds as they are needed, such as norms of 16 bits in float32.
     """
 
     strategy: str
@@ -129,6 +130,7 @@ class Engine:
     kv: int
     scratch: int
     copied: int
+    made: int = 0
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Engine | None:

@@ -74,9 +74,11 @@ def open_folder(folder: Path, whole: bool = True) -> ModelFile:
     metadata: dict[str, Any] = {"general.architecture": family.architecture, "general.name": folder.resolve().name}
     metadata |= _hyperparameters(family, hyper)
     metadata |= _sampling(settings)
-    metadata |= tokenizer_keys(folder, hyper, settings)
-    metadata |= template_keys(folder)
     translation = _Translation(family, hyper, entries)
+    tensors = translation.tensors()
+    table = tensors.get("token_embd.weight")
+    metadata |= tokenizer_keys(folder, hyper, settings, table.shape[0] if table is not None and table.shape else 0)
+    metadata |= template_keys(folder)
     return ModelFile(
         path=folder,
         files=tuple(files),
@@ -84,7 +86,7 @@ def open_folder(folder: Path, whole: bool = True) -> ModelFile:
         version=0,
         alignment=1,
         metadata=metadata,
-        tensors=translation.tensors(),
+        tensors=tensors,
         notices=translation.notices(),
         origin=_origin(family, config),
     )

@@ -99,8 +99,9 @@ def read_header(path: Path, whole: bool = True) -> Header:
         if not info.st_size:
             raise FormatError(path, "", "is empty (0 bytes); download it again")
         first = file.read(8)
-        for magic, what in _OTHER_FILES:
-            if first.startswith(magic[:8]):
+        begin = file.read(1)
+        for magic, what in _OTHER_FILES:  # a header's length may look like any of them
+            if first.startswith(magic[:8]) and begin != b"{":
                 raise FormatError(path, "header length", what)
         if len(first) < 8:
             raise FormatError(path, "header length", f"the file has only {len(first)} bytes; download it again")
@@ -116,7 +117,7 @@ def read_header(path: Path, whole: bool = True) -> Header:
                 f"is {length:,}, but the file has only {info.st_size - 8:,} bytes left: it is truncated or corrupt; "
                 "download it again",
             )
-        raw = file.read(length)
+        raw = begin + file.read(length - 1) if length else b""
     if len(raw) != length:
         raise FormatError(path, "header", "the file shrank while it was read; wait until it is complete")
     return _header(path, info.st_size, raw, whole)

@@ -3,8 +3,8 @@
 tokenizer.json gives vocabulary, merges and added tokens; its normaliser and pre-tokenizer stay JSON, which the
 tokenizers library builds (text/pretokenizers.py), but without what they put before a text: that is a flag here, as
 text comes in parts. Names of special tokens and flags come from tokenizer_config.json, ids that end an answer from
-generation_config.json and config.json. A tokenizer that cannot be used leaves the reason under `tokenizer.problem`, and
-the model runs on token ids.
+generation_config.json, else from config.json. A tokenizer that cannot be used leaves the reason under
+`tokenizer.problem`, and the model runs on token ids.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class _Tokenizer(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-def tokenizer_keys(folder: Path, hyper: Hyper, generation: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_keys(folder: Path, hyper: Hyper, generation: dict[str, Any], rows: int = 0) -> dict[str, Any]:
     """The `tokenizer.ggml.*` keys of a folder, or the reason why there are none.
 
+    An embedding table of more `rows` than there are tokens is padded, so that every id is one.
     Raises FormatError for a file that is malformed.
     """
     path = folder / "tokenizer.json"
@@ -73,7 +74,7 @@ def tokenizer_keys(folder: Path, hyper: Hyper, generation: dict[str, Any]) -> di
         return {PROBLEM: f"{path}: {problem}, which is not supported; the model can run on token ids only"}
     config_path = folder / "tokenizer_config.json"
     config = read_object(config_path, MAX_CONFIG) if config_path.is_file() else {}
-    return _keys(path, tokenizer, config, hyper, generation)
+    return _keys(path, tokenizer, config, hyper, generation, rows)
 
 
 def _read(path: Path) -> _Tokenizer:
@@ -94,11 +95,11 @@ def _unsupported(tokenizer: _Tokenizer) -> str:
 
 
 def _keys(
-    path: Path, tokenizer: _Tokenizer, config: dict[str, Any], hyper: Hyper, generation: dict[str, Any]
+    path: Path, tokenizer: _Tokenizer, config: dict[str, Any], hyper: Hyper, generation: dict[str, Any], rows: int
 ) -> dict[str, Any]:
     byte_level = _holds(tokenizer.pre_tokenizer, "ByteLevel") or _holds(tokenizer.decoder, "ByteLevel")
     ids = _vocabulary(path, tokenizer)
-    tokens, types = _tokens(path, tokenizer, ids, byte_level)
+    tokens, types = _tokens(path, tokenizer, ids, byte_level, rows)
     normalizer, first = _without_prefix(tokenizer.normalizer)
     pre_tokenizer, second = _without_prefix(tokenizer.pre_tokenizer)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer.model.merges]
@@ -117,7 +118,7 @@ def _keys(
             token = tokenizer.model.unk_token
         if token is not None and token in ids:
             out[f"{role}_token_id"] = ids[token]
-    ends = [*_id_list(generation.get("eos_token_id")), *_id_list(hyper.get("eos_token_id"))]
+    ends = _id_list(generation.get("eos_token_id")) or _id_list(hyper.get("eos_token_id"))
     ends = [end for end in ends if end < len(tokens)]
     if "bos_token_id" not in out and type(bos := hyper.get("bos_token_id")) is int and 0 <= bos < len(tokens):
         out["bos_token_id"] = bos
@@ -143,12 +144,13 @@ def _vocabulary(path: Path, tokenizer: _Tokenizer) -> dict[str, int]:
 
 
 def _tokens(
-    path: Path, tokenizer: _Tokenizer, ids: dict[str, int], byte_level: bool
+    path: Path, tokenizer: _Tokenizer, ids: dict[str, int], byte_level: bool, rows: int
 ) -> tuple[list[str], np.ndarray[Any, np.dtype[np.int32]]]:
     """(tokens by id, their types); ids without a token are unused ones."""
     size = max(ids.values()) + 1
     if size > 2 * len(ids) + 1024:
         raise FormatError(path, "model.vocab", f"has {len(ids):,} tokens, but ids up to {size - 1:,}")
+    size = max(size, min(rows, MAX_TOKENS))
     tokens: list[str] = [""] * size
     types = np.full(size, _UNUSED, np.int32)
     for token, token_id in ids.items():

@@ -130,6 +130,7 @@ GOOD_FILES: dict[str, bytes] = {
     "empty tensors": safetensors(
         {"a": entry(shape=(0, 5), end=0), "b": entry(), "c": entry(shape=(0,), begin=16, end=16)}, 16
     ),
+    "a length that is a pickle's magic": safetensors(json.dumps(GOOD).encode().ljust(0x0280), 24),
     "4 bits": safetensors({"a": entry("F4", (2, 4), 0, 4)}, 4),
     "names beyond ASCII": safetensors({"ä|\u2581": entry()}, 16),
 }
