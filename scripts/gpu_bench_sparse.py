@@ -1,4 +1,4 @@
-"""Part of gpu_bench.py: what a layer of DeepSeek V4 Flash stores, compresses and chooses for one row at long contexts.
+"""Part of gpu_bench.py: what a layer of DeepSeek V4 Flash stores, compresses, chooses and attends to, for one row.
 
 An op's time is the difference between plans of many layers and of few, each with states of its own, so that no cache
 helps and nothing around the ops counts. Bytes are those of the rows that the op reads.
@@ -38,6 +38,7 @@ class Given(NamedTuple):
     q: Tensor  # (T, Hi * di)
     weights: Tensor  # (T, Hi)
     pages: int
+    ids: list[Tensor]  # what an index has chosen, if one has
 
     def cache(self, size: int, tokens: int, series: int) -> tuple[State, State]:
         open_pages, rows = Pages(1, WINDOW, 1), Pages(0, 0, self.pages)
@@ -70,12 +71,21 @@ def sparse_ops(device: Device, timed: Timer, contexts: Sequence[int]) -> list[Me
 
         seconds = time_op(device, timed, contexts[0], add)
         out.append(Measured("compress", f"{tokens * series} x {d}", seconds, tokens * series * d * 8))
+    for context in contexts:
+        for tokens, most in ((TOKENS, SHAPE["ki"]), (PAGE_TOKENS, context)):
+
+            def attend(given: Given, tokens: int = tokens) -> None:
+                add_attention(given, tokens)
+
+            rows = WINDOW + min(context // tokens, most)
+            seconds = time_op(device, timed, context, attend)
+            out.append(Measured("attend", f"{heads} x {rows}", seconds, rows * size * 2))
     return out
 
 
-def add_index(given: Given) -> None:
+def add_index(given: Given) -> Tensor:
     rows = given.cache(SHAPE["di"], TOKENS, 2)[1]
-    given.builder.index(given.q, given.weights, ROPE, rows, scale=8192**-0.5, rounding=lib.APU_ROUND_FP4)
+    return given.builder.index(given.q, given.weights, ROPE, rows, scale=8192**-0.5, rounding=lib.APU_ROUND_FP4)
 
 
 def add_store(given: Given) -> None:
@@ -99,7 +109,18 @@ def add_compress(given: Given, size: int, tokens: int, series: int) -> None:
     )
 
 
-def time_op(device: Device, timed: Timer, context: int, add: Callable[[Given], None]) -> float:
+def add_attention(given: Given, tokens: int) -> None:
+    """Over the window and rows of so many tokens: what an index chooses, which all layers share, or all."""
+    b = given.builder
+    if tokens == TOKENS and b.layer == 0:
+        given.ids.append(add_index(given))
+    window = b.shared_cache(Pages(1, WINDOW, 1), lib.APU_F16)
+    rows = given.cache(SHAPE["d"], tokens, 2 if given.ids else 1)[1]
+    ids = given.ids[0] if given.ids else None
+    b.sparse_attention(b.scratch("heads", "T H*d"), ids, ROPE, (window, rows), scale=SHAPE["d"] ** -0.5, sinks=None)
+
+
+def time_op(device: Device, timed: Timer, context: int, add: Callable[[Given], Any]) -> float:
     """Seconds of one op for the last row of a context, which ends its tokens."""
     draw = np.random.default_rng(1)
     pages = -(-context // PAGE_TOKENS)
@@ -110,7 +131,7 @@ def time_op(device: Device, timed: Timer, context: int, add: Callable[[Given], N
             for name, letters in (("table", "V D"), ("mix", "Hi D"))
         )
         q = b.embed(table)
-        given = Given(b, arrays, q, b.matmul(["weights"], q, [mix])[0], pages)
+        given = Given(b, arrays, q, b.matmul(["weights"], q, [mix])[0], pages, [])
         for b.layer in range(LAYERS):
             add(given)
         b.layer = -1
@@ -124,6 +145,7 @@ def time_op(device: Device, timed: Timer, context: int, add: Callable[[Given], N
             step = plan.new_step()
             tables = np.stack([np.arange(pages, dtype=np.uint32), near])
             step.add_sequence([0], context - 1, list(tables[: plan.spec.group_count]))
-            timed(plan, step, 0, 2)
+            first = 2 + len(given.ids)
+            timed(plan, step, 0, first)
             few, many = LAYERS // 2, LAYERS
-            return (timed(plan, step, 2, 2 + many) - timed(plan, step, 2, 2 + few)) / (many - few)
+            return (timed(plan, step, first, first + many) - timed(plan, step, first, first + few)) / (many - few)

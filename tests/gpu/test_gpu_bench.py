@@ -41,7 +41,7 @@ def test_quick(
     assert gpu_bench.main(["--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     kinds = [figure["kernel"] for figure in report["figures"]]
-    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention", "index", "store"] + ["compress"] * 3
+    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention", "index", "store"] + ["compress"] * 3 + ["attend"] * 2
     assert all(
         figure["microseconds"] > 0 and figure["rate"] > 0
         for figure in report["figures"]

@@ -117,7 +117,7 @@ class Case:
         )
         if self.tiles:
             shares, buffers = 256 // self.wave // 2, 2 if self.wave == 32 and self.reverse else 1
-            lds = buffers * 32 * 520 * 2 + shares * 32 * 36 * 4 + 32 * 40 * 2 + 32 * 32 + 4 * (96 + 2 * self.pairs)
+            lds = buffers * 32 * 520 * 2 + shares * 32 * 36 * 4 + 32 * 40 * 2 + 2 * 256 * 8 + 4 * (96 + 2 * self.pairs)
             kernel = "tile"
         else:
             lds = 4 * (BATCH * (2 + VECTORS) + vectors * (2 * self.d + 3) + 2 * self.pairs)

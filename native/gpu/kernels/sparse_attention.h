@@ -38,7 +38,7 @@ constexpr u32 sparse_lds(u32 vectors, u32 d, u32 pairs) {
 }
 
 // On matrix tiles: batches of 32 rows for 32 heads of at most 512 elements. LDS: rows of a batch, or of two where
-// copies run in the background; scores of each share of the elements; weights; addresses, flags; maxima, sums, factors;
+// copies run in the background; scores of each share of the elements; weights; addresses; maxima, sums, factors;
 // cos and sin.
 constexpr u32 kSparseTileHeads = 32;
 constexpr u32 kSparseTileRows = 32;
@@ -46,12 +46,11 @@ constexpr u32 kSparseTileMost = 512;
 constexpr u32 kSparseTilePad = 8;   // halves after a row
 constexpr u32 kSparseScorePad = 4;  // floats
 constexpr u32 kSparseWeightPad = 8; // halves
-constexpr u32 kSparseFlags = 4;     // batches whose flags are kept
 constexpr u32 sparse_tile_lds(u32 wave_size, bool staged, u32 pairs) {
   const u32 shares = kSparseThreads / wave_size / (kSparseTileHeads / 16);
   return (staged ? 2 : 1) * kSparseTileRows * (kSparseTileMost + kSparseTilePad) * 2 +
          shares * kSparseTileHeads * (kSparseTileRows + kSparseScorePad) * 4 +
-         kSparseTileHeads * (kSparseTileRows + kSparseWeightPad) * 2 + kSparseTileRows * (2 * 8 + kSparseFlags * 4) +
+         kSparseTileHeads * (kSparseTileRows + kSparseWeightPad) * 2 + 2 * kSparseThreads * 8 +
          4 * (3 * kSparseTileHeads + 2 * pairs);
 }
 constexpr u32 sparse_sum_lds(u32 d, u32 pairs) {

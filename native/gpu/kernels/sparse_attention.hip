@@ -201,6 +201,28 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_any(SparseAttentionArgs a
   sparse_attention<kAnyType>(a);
 }
 
+// acc (d) = sum of weights[s] * parts (spans, d), in order.
+template <u32 Width> APU_DEVICE void add_parts(const float *parts, const float *weights, u32 spans, u32 d, float *acc) {
+  for (u32 i = Width * thread_id(); i < d; i += Width * kSparseSumThreads) {
+    float total[Width] = {};
+#pragma unroll 8
+    for (u32 s = 0; s < spans; ++s) {
+      float x[Width];
+      if constexpr (Width == 4) {
+        const u32x4 words = load16(parts + s * d + i);
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) x[e] = bits_to_float(words[e]);
+      } else {
+        x[0] = parts[s * d + i];
+      }
+#pragma unroll
+      for (u32 e = 0; e < Width; ++e) total[e] = fma_f32(weights[s], x[e], total[e]);
+    }
+#pragma unroll
+    for (u32 e = 0; e < Width; ++e) acc[i + e] = total[e];
+  }
+}
+
 APU_KERNEL(kSparseSumThreads) void sparse_attention_sum(SparseAttentionArgs a) {
   SparseItem item;
   if (!find_sparse_row(a, block_id(), item)) return;
@@ -220,13 +242,11 @@ APU_KERNEL(kSparseSumThreads) void sparse_attention_sum(SparseAttentionArgs a) {
     if (lane == 0) *factor = sparse_factor(a, head, most, all);
   }
   block_sync();
-  for (u32 i = thread_id(); i < d; i += kSparseSumThreads) {
-    const float *part = a.parts + first * d + i;
-    float total = 0.0f;
-#pragma unroll 8
-    for (u32 s = 0; s < spans; ++s) total = fma_f32(weights[s], part[s * d], total);
-    acc[i] = total;
-  }
+  const float *part = a.parts + first * d;
+  if (d % 4 == 0)
+    add_parts<4>(part, weights, spans, d, acc);
+  else
+    add_parts<1>(part, weights, spans, d, acc);
   block_sync();
   write_heads<kSparseSumThreads>(a, item, head, 1, acc, d, factor, cos, sin);
 }

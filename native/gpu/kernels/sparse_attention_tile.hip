@@ -20,6 +20,7 @@ constexpr u32 kRowStride = kSparseTileMost + kSparseTilePad;
 constexpr u32 kScoreStride = kSparseTileRows + kSparseScorePad;
 constexpr u32 kWeightStride = kSparseTileRows + kSparseWeightPad;
 constexpr u32 kBuffers = kStagedTiles ? 2 : 1;
+constexpr u32 kLookUps = kSparseThreads / kSparseTileRows; // batches of which rows are looked up together
 constexpr u32 kCopiers = kSparseThreads / kSparseTileRows; // threads of a row
 static_assert(kSparseThreads / kSparseTileHeads * 4 == kSparseTileRows);
 
@@ -27,37 +28,38 @@ struct SparseTileLds {
   u16 *rows;     // (buffers, 32, 512 + pad)
   float *scores; // (shares, 32 heads, 32 rows + pad)
   u16 *weights;  // (32 heads, 32 rows + pad)
-  u64 *address;  // (2, 32)
-  u32 *seen;     // (4, 32)
+  u64 *address;  // (2, 256)
   float *shrink, *max;
   float *sum; // of the weights; at last the factor of the accumulator, where there is one span
   float *cos, *sin;
 };
 
-// Where the rows of batch `b` lie; behind the last one are others, which get no weight.
-APU_DEVICE void look_up(const SparseAttentionArgs &a, const SparseItem &item, const SparseTileLds &lds, u32 b) {
-  const u32 r = thread_id();
-  if (r >= kSparseTileRows) return;
-  const u32 i = item.begin + b * kSparseTileRows + r;
+// Where the rows of the `c`-th kSparseThreads lie; the lowest bit is set of those that get no weight: behind the last
+// one.
+APU_DEVICE void look_up(const SparseAttentionArgs &a, const SparseItem &item, const SparseTileLds &lds, u32 c) {
+  const u32 i = item.begin + c * kSparseThreads + thread_id();
   const bool real = i < item.end;
   bool seen;
   const u64 address = sparse_address(a, item, real ? i : item.end - 1, 2, 2, &seen);
-  lds.address[b % 2 * kSparseTileRows + r] = address;
-  lds.seen[b % kSparseFlags * kSparseTileRows + r] = real && seen;
+  lds.address[c % 2 * kSparseThreads + thread_id()] = address | (real && seen ? 0 : 1);
 }
 
-APU_DEVICE void copy_rows(const SparseAttentionArgs &a, const SparseTileLds &lds, u32 b) {
+APU_DEVICE const u64 *addresses(const SparseTileLds &lds, u32 batch) {
+  return lds.address + batch % (2 * kLookUps) * kSparseTileRows;
+}
+
+APU_DEVICE void copy_rows(const SparseAttentionArgs &a, const SparseTileLds &lds, u32 batch) {
   const u32 d = a.window.head_size;
   const u32 r = thread_id() / kCopiers, first = thread_id() % kCopiers;
-  const u64 from = lds.address[b % 2 * kSparseTileRows + r];
-  u16 *to = lds.rows + (b % kBuffers * kSparseTileRows + r) * kRowStride;
+  const u64 from = addresses(lds, batch)[r] & ~u64(1);
+  u16 *to = lds.rows + (batch % kBuffers * kSparseTileRows + r) * kRowStride;
 #pragma unroll 4
   for (u32 m = first * 8; m < d; m += kCopiers * 8) copy16_async(to + m, global_pointer<const u16>(from) + m);
   copy_commit();
 }
 
 // Softmax of 4 rows of a head, by eight lanes together.
-APU_DEVICE void weigh(const SparseTileLds &lds, u32 b, float &max, float &sum) {
+APU_DEVICE void weigh(const SparseTileLds &lds, u32 batch, float &max, float &sum) {
   const u32 head = thread_id() / 8, r = thread_id() % 8 * 4;
   float s[4] = {};
 #pragma unroll
@@ -67,9 +69,10 @@ APU_DEVICE void weigh(const SparseTileLds &lds, u32 b, float &max, float &sum) {
     for (u32 i = 0; i < 4; ++i) s[i] += x[i];
   }
   float most = max;
+  const u32 *words = reinterpret_cast<const u32 *>(addresses(lds, batch) + r);
 #pragma unroll
   for (u32 i = 0; i < 4; ++i) {
-    if (!lds.seen[b % kSparseFlags * kSparseTileRows + r + i]) s[i] = kNothing;
+    if (words[2 * i] & 1) s[i] = kNothing;
     most = max_f32(most, s[i]);
   }
 #pragma unroll
@@ -92,7 +95,7 @@ APU_DEVICE void weigh(const SparseTileLds &lds, u32 b, float &max, float &sum) {
   if (r == 0) lds.shrink[head] = shrink;
 }
 
-APU_KERNEL(kSparseThreads) void sparse_attention_tile(SparseAttentionArgs a) {
+APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs a) {
   SparseItem item;
   if (!find_sparse_item(a, item)) return;
   const u32 d = a.window.head_size, wave = wave_uniform(wave_id());
@@ -101,23 +104,33 @@ APU_KERNEL(kSparseThreads) void sparse_attention_tile(SparseAttentionArgs a) {
   lds.scores = reinterpret_cast<float *>(lds.rows + kBuffers * kSparseTileRows * kRowStride);
   lds.weights = reinterpret_cast<u16 *>(lds.scores + kShares * kSparseTileHeads * kScoreStride);
   lds.address = reinterpret_cast<u64 *>(lds.weights + kSparseTileHeads * kWeightStride);
-  lds.seen = reinterpret_cast<u32 *>(lds.address + 2 * kSparseTileRows);
-  lds.shrink = reinterpret_cast<float *>(lds.seen + kSparseFlags * kSparseTileRows);
+  lds.shrink = reinterpret_cast<float *>(lds.address + 2 * kSparseThreads);
   lds.max = lds.shrink + kSparseTileHeads;
   lds.sum = lds.max + kSparseTileHeads;
   lds.cos = lds.sum + kSparseTileHeads;
   lds.sin = lds.cos + a.pairs;
 
   look_up(a, item, lds, 0);
+  if constexpr (kStagedTiles) {
+    block_sync();
+    copy_rows(a, lds, 0);
+  }
+  u16 *queries = lds.rows + (kBuffers - 1) * kSparseTileRows * kRowStride; // at first
   const u32 own_head = thread_id() / kCopiers;
   const float *from = a.q + (u64(item.t) * a.heads + item.head + own_head) * d;
+#pragma unroll 4
   for (u32 m = thread_id() % kCopiers * 8; m < d; m += kCopiers * 8) {
     u32x4 halves = {0, 0, 0, 0};
     if (own_head < item.heads)
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i)
-        halves[i] = floats_to_halves(from[m + 2 * i] * a.scale, from[m + 2 * i + 1] * a.scale);
-    store16(lds.rows + own_head * kRowStride + m, halves);
+      for (u32 h = 0; h < 2; ++h) {
+        const u32x4 x = load16(from + m + 4 * h);
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i)
+          halves[2 * h + i] =
+              floats_to_halves(bits_to_float(x[2 * i]) * a.scale, bits_to_float(x[2 * i + 1]) * a.scale);
+      }
+    store16(queries + own_head * kRowStride + m, halves);
   }
   block_sync();
   const u32 head_tile = wave % kHeadTiles, share = wave / kHeadTiles;
@@ -125,13 +138,9 @@ APU_KERNEL(kSparseThreads) void sparse_attention_tile(SparseAttentionArgs a) {
 #pragma unroll
   for (u32 i = 0; i < kSteps; ++i) {
     const u32 k = (i * kShares + share) * 16;
-    if (k < d) tile_load_a(q[i], lds.rows + head_tile * 16 * kRowStride + k, kRowStride);
+    if (k < d) tile_load_a(q[i], queries + head_tile * 16 * kRowStride + k, kRowStride);
   }
   block_sync();
-  if constexpr (kStagedTiles) {
-    copy_rows(a, lds, 0);
-    look_up(a, item, lds, 1);
-  }
   TileC acc[kValueTiles][kHeadTiles];
 #pragma unroll
   for (u32 i = 0; i < kValueTiles; ++i)
@@ -143,14 +152,13 @@ APU_KERNEL(kSparseThreads) void sparse_attention_tile(SparseAttentionArgs a) {
     if constexpr (!kStagedTiles) {
       if (batch) block_sync(); // the batch before has been read
       copy_rows(a, lds, batch);
-      look_up(a, item, lds, batch + 1);
     }
     copy_wait<0>();
     block_sync();
-    if constexpr (kStagedTiles) {
+    if constexpr (kStagedTiles)
       if (batch + 1 < batches) copy_rows(a, lds, batch + 1);
-      look_up(a, item, lds, batch + 2);
-    }
+    const u32 looked_up = batch / kLookUps + 1;
+    if (batch % kLookUps == 1 && looked_up * kLookUps < batches) look_up(a, item, lds, looked_up);
     const u16 *rows = lds.rows + batch % kBuffers * kSparseTileRows * kRowStride;
     TileC c[kRowTiles];
 #pragma unroll

@@ -28,8 +28,8 @@ struct SparseItem {
 
 // What row `t` attends to; false where there is no such row.
 APU_DEVICE bool find_sparse_row(const SparseAttentionArgs &a, u32 t, SparseItem &item) {
+  const Row row = a.step.rows[t]; // what is behind the last is read, too: nobody waits for the counts
   if (t >= a.step.counts->rows) return false;
-  const Row row = a.step.rows[t];
   const u32 window = a.window.window;
   item.t = t;
   item.position = row.position;
@@ -85,6 +85,27 @@ APU_DEVICE float sparse_factor(const SparseAttentionArgs &a, u32 head, float max
   return shrink / fma_f32(sum, shrink, exp_f32(sink - most));
 }
 
+// By a block: to[v * to_stride + m] = from[v * from_stride + m] * factors[v], or as it is; from LDS, m below `width`.
+template <u32 Threads>
+APU_DEVICE void copy_heads(float *to, u32 to_stride, const float *from, u32 from_stride, u32 heads, u32 width,
+                           const float *factors) {
+  if ((to_stride | from_stride | width) % 4 == 0) {
+    const u32 each = width / 4;
+    for (u32 i = thread_id(); i < heads * each; i += Threads) {
+      const u32 v = i / each, m = (i - v * each) * 4;
+      const f32x4 x = *reinterpret_cast<const f32x4 *>(from + v * from_stride + m);
+      const float factor = factors ? factors[v] : 1.0f;
+      store16(to + v * to_stride + m, u32x4{float_to_bits(x[0] * factor), float_to_bits(x[1] * factor),
+                                            float_to_bits(x[2] * factor), float_to_bits(x[3] * factor)});
+    }
+    return;
+  }
+  for (u32 i = thread_id(); i < heads * width; i += Threads) {
+    const u32 v = i / width, m = i - v * width;
+    to[v * to_stride + m] = from[v * from_stride + m] * (factors ? factors[v] : 1.0f);
+  }
+}
+
 // `heads` heads of the row from `head` on, whose accumulators are `stride` apart in LDS, times their factors; the last
 // elements rotated back. By a block.
 template <u32 Threads>
@@ -92,10 +113,7 @@ APU_DEVICE void write_heads(const SparseAttentionArgs &a, const SparseItem &item
                             u32 stride, const float *factors, const float *cos, const float *sin) {
   const u32 d = a.window.head_size, plain = d - 2 * a.pairs;
   float *out = a.out + (u64(item.t) * a.heads + head) * d;
-  for (u32 i = thread_id(); i < heads * d; i += Threads) {
-    const u32 v = i / d, m = i - v * d;
-    if (m < plain) out[i] = acc[v * stride + m] * factors[v];
-  }
+  copy_heads<Threads>(out, d, acc, stride, heads, plain, factors);
   for (u32 i = thread_id(); i < heads * a.pairs; i += Threads) {
     const u32 v = i / a.pairs, p = i - v * a.pairs;
     const u32 first = plain + (a.halves ? p : 2 * p), second = plain + (a.halves ? p + a.pairs : 2 * p + 1);
@@ -111,10 +129,7 @@ APU_DEVICE void write_parts(const SparseAttentionArgs &a, const SparseItem &item
                             u32 stride, const float *max, const float *sum) {
   const u32 d = a.window.head_size;
   const u64 first = (u64(item.t) * a.heads + head) * a.spans + item.span;
-  for (u32 i = thread_id(); i < heads * d; i += Threads) {
-    const u32 v = i / d, m = i - v * d;
-    a.parts[(first + u64(v) * a.spans) * d + m] = acc[v * stride + m];
-  }
+  copy_heads<Threads>(a.parts + first * d, a.spans * d, acc, stride, heads, d, nullptr);
   for (u32 v = thread_id(); v < heads; v += Threads) {
     float *end = a.part_ends + (first + u64(v) * a.spans) * 2;
     end[0] = max[v];
