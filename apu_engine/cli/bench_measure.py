@@ -222,7 +222,7 @@ def profile_lines(spec: PlanSpec, test: Case, samples: Sequence[Sample]) -> list
     lines = [_line(spec, test, samples, *names, indices) for names, indices in groups.items()]
     lines.sort(key=lambda line: -line.ms)
     walls = [_wall_ms(test, sample) for sample in samples]
-    outside = median(wall - _op_ms(test, sample).sum() for wall, sample in zip(walls, samples, strict=True))
+    outside = median(_outside_ms(test, sample) for sample in samples)
     rest = ProfileLine(OUTSIDE, "", "", 0, max(outside, 0.0), max(outside, 0.0) / median(walls), 0, 0.0, 0.0, 0.0)
     sums = [_line(spec, test, samples, ALL_MATRICES, "", types, indices) for types, indices in by_type.items()]
     sums.sort(key=lambda line: -line.ms)
@@ -258,6 +258,13 @@ def _op_ms(test: Case, sample: Sample) -> NDArray[np.float64]:
     assert sample.nanoseconds is not None, "profile_lines needs samples taken with profile=True"
     per_op = sample.nanoseconds.sum(0) if test.n_prompt else np.median(sample.nanoseconds, 0)
     return np.asarray(per_op * 1e-6, np.float64)
+
+
+def _outside_ms(test: Case, sample: Sample) -> float:
+    """What a step takes beside its ops, or all of a prompt's: within one step, as medians of ops do not add up."""
+    assert sample.nanoseconds is not None
+    beside = 1e3 * np.asarray(sample.step_seconds) - sample.nanoseconds.sum(1) * 1e-6
+    return float(beside.sum() if test.n_prompt else np.median(beside))
 
 
 def _wall_ms(test: Case, sample: Sample) -> float:
