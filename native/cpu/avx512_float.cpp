@@ -109,13 +109,13 @@ constexpr uint32_t kCopyRows = 16; // from here on a tile of float32 weights is 
 constexpr uint32_t kStretch = 512; // of K, 12 KB of six rows of activations
 
 template <int W, int T>
-APU_INLINE void add_stretch(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k,
+APU_INLINE void add_stretch(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k, bool first,
                             float *sums) {
   __m512 acc[T][W];
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++)
 #pragma GCC unroll 8
-    for (int i = 0; i < W; i++) acc[t][i] = _mm512_load_ps(sums + (t * W + i) * 16);
+    for (int i = 0; i < W; i++) acc[t][i] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (t * W + i) * 16);
   add_dots<APU_F32, W, T>(w, w_stride, x, x_stride, k, acc);
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++)
@@ -123,19 +123,41 @@ APU_INLINE void add_stretch(const uint8_t *w, size_t w_stride, const float *x, s
     for (int i = 0; i < W; i++) _mm512_store_ps(sums + (t * W + i) * 16, acc[t][i]);
 }
 
+// The same for all of K.
+template <int W, int T>
+APU_INLINE void whole_dots(const uint8_t *w, size_t w_stride, const float *x, size_t x_stride, uint32_t k, float *y,
+                           size_t y_stride) {
+  __m512 acc[T][W];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) acc[t][i] = _mm512_setzero_ps();
+  add_dots<APU_F32, W, T>(w, w_stride, x, x_stride, k, acc);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+#pragma GCC unroll 8
+    for (int i = 0; i < W; i++) y[t * y_stride + i] = sum16(acc[t][i]);
+}
+
 template <int T>
 __attribute__((noinline)) void block_rows(const uint8_t *w, size_t w_stride, uint32_t n, const float *x,
                                           size_t x_stride, uint32_t k, float *y, size_t y_stride) {
-  alignas(64) float sums[kTileRows * T * 16]; // fours of matrix rows, then what is left, one by one
   const uint32_t fours = n / 4;
-  memset(sums, 0, n * T * 64);
+  if (k <= kStretch) {
+    for (uint32_t i = 0; i < fours; i++)
+      whole_dots<4, T>(w + 4 * i * w_stride, w_stride, x, x_stride, k, y + 4 * i, y_stride);
+    for (uint32_t i = 4 * fours; i < n; i++)
+      whole_dots<1, T>(w + i * w_stride, w_stride, x, x_stride, k, y + i, y_stride);
+    return;
+  }
+  alignas(64) float sums[kTileRows * T * 16]; // fours of matrix rows, then what is left, one by one
   for (uint32_t j = 0; j < k; j += kStretch) {
     const uint32_t count = k - j < kStretch ? k - j : kStretch;
     const uint8_t *part = w + size_t{j} * 4;
     for (uint32_t i = 0; i < fours; i++)
-      add_stretch<4, T>(part + 4 * i * w_stride, w_stride, x + j, x_stride, count, sums + i * 4 * T * 16);
+      add_stretch<4, T>(part + 4 * i * w_stride, w_stride, x + j, x_stride, count, j == 0, sums + i * 4 * T * 16);
     for (uint32_t i = 4 * fours; i < n; i++)
-      add_stretch<1, T>(part + i * w_stride, w_stride, x + j, x_stride, count, sums + i * T * 16);
+      add_stretch<1, T>(part + i * w_stride, w_stride, x + j, x_stride, count, j == 0, sums + i * T * 16);
   }
   for (uint32_t t = 0; t < T; t++)
     for (uint32_t i = 0; i < n; i++) {
