@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from apu_engine._native import Device
 from apu_engine.catalog import fetch
 from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
+
+settings.register_profile("apu", deadline=None)  # a machine that stalls for a moment is no failure
+settings.load_profile("apu")
 
 
 @pytest.fixture(scope="session", autouse=True)
