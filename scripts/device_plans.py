@@ -15,6 +15,7 @@ from apu_engine.plan.plan import Plan, reserve_states
 from apu_engine.plan.spec import Segment
 from apu_engine.weights.model_file import TensorRef
 
+DTYPES = {np.dtype(np.float32): lib.APU_F32, np.dtype(np.float16): lib.APU_F16}
 PADDING = 64  # readable bytes around each array, as kernels may use
 
 
@@ -25,14 +26,14 @@ class DeviceArrays:
         self._device = device
         self._regions: dict[str, Region] = {}
 
-    def add(self, name: str, values: NDArray[np.float32]) -> TensorRef:
-        """Copies values (N, K) or (K) float32 to the device."""
+    def add(self, name: str, values: NDArray[Any]) -> TensorRef:
+        """Copies values (N, K) or (K), float32 or float16, to the device."""
         region = Region.alloc(self._device, values.nbytes + 2 * PADDING)
         self._regions[name] = region
-        data = ffi.from_buffer("char[]", np.ascontiguousarray(values, np.float32))
+        data = ffi.from_buffer("char[]", np.ascontiguousarray(values))
         host = int(ffi.cast("uintptr_t", data))
         check(lib.apu_memory_copy(self._device.handle, region.address + PADDING, host, values.nbytes, 0, 1))
-        return TensorRef(name, lib.APU_F32, values.shape, 0, 0, values.nbytes)
+        return TensorRef(name, DTYPES[values.dtype], values.shape, 0, 0, values.nbytes)
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
         address = self._regions[ref.name].address + PADDING

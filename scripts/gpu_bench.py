@@ -10,7 +10,8 @@ Everything goes through libapu, its driver and its modules. Matvec: one row by m
 one product for each of so many copies of the matrix that they fill more than a GiB, so that no cache helps. GEMM: 512
 rows, in TFLOP/s, beside torch's bf16 product where torch sees the GPU. Attention: one new token for each of 8
 sequences over long contexts, as GB/s of keys and values read; what a step costs around its ops is measured and taken
-off. The ops that choose and store compressed rows: one row. docs/kernels.md has the figures.
+off. The ops that choose and store compressed rows: one row. Streams and routing: one row, and many. docs/kernels.md has
+the figures.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import numpy as np
 from device_plans import DeviceArrays, planned
 from gpu_bench_sparse import CONTEXTS as SPARSE_CONTEXTS
 from gpu_bench_sparse import sparse_ops
+from gpu_bench_streams import ROWS as STREAM_ROWS
+from gpu_bench_streams import stream_ops
 
 from apu_engine._native import PAGE_TOKENS, Device, Region
 from apu_engine.device import open_device
@@ -114,6 +117,8 @@ def measure(device: Device, quick: bool = False, types: Sequence[str] | None = N
     for context in (CONTEXTS[:1] if quick else CONTEXTS) if attention else ():
         for kv in ("F16",) if quick else ("F16", "Q8_0"):
             figures.append(decode_attention(device, read, context, kv))
+    for m in stream_ops(device, _timed, STREAM_ROWS[:1] if quick else STREAM_ROWS):
+        figures.append(figure(m.kernel, "F16", m.shape, m.nbytes, m.seconds, same_read(device, m.nbytes), read))
     if attention:
         for m in sparse_ops(device, _timed, SPARSE_CONTEXTS[:1] if quick else SPARSE_CONTEXTS):
             figures.append(Figure(m.kernel, "F16", m.shape, m.seconds * 1e6, m.nbytes / m.seconds / 1e9, "GB/s"))
@@ -128,11 +133,11 @@ def measure(device: Device, quick: bool = False, types: Sequence[str] | None = N
 def print_report(report: Any) -> None:
     device = report["device"]
     print(f"{device['kind']} {device['name']} ({device['arch']}); plain read {report['plain_read_gb_per_s']:.0f} GB/s")
-    print(f"{'kernel':10}{'type':9}{'shape':>18}{'us':>10}{'rate':>17}{'share':>7}{'peak':>7}")
+    print(f"{'kernel':11}{'type':9}{'shape':>18}{'us':>10}{'rate':>17}{'share':>7}{'peak':>7}")
     for f in report["figures"]:
         share, peak = ("" if f[part] is None else f"{f[part]:.2f}" for part in ("share", "peak"))
         rate = f"{f['rate']:.0f} {f['unit']}"
-        print(f"{f['kernel']:10}{f['type']:9}{f['shape']:>18}{f['microseconds']:10.1f}{rate:>17}{share:>7}{peak:>7}")
+        print(f"{f['kernel']:11}{f['type']:9}{f['shape']:>18}{f['microseconds']:10.1f}{rate:>17}{share:>7}{peak:>7}")
 
 
 def plain_read(device: Device, gib: int) -> float:

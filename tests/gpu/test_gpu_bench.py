@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gpu_bench
 import gpu_bench_sparse
+import gpu_bench_streams
 import pytest
 
 from apu_engine._native import Device
@@ -26,6 +27,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "HEAD_SIZE": 64,
     }.items():
         monkeypatch.setattr(gpu_bench, name, value)
+    monkeypatch.setattr(gpu_bench_streams, "LAYERS", 4)
+    monkeypatch.setattr(gpu_bench_streams, "SHAPE", {"D": 64, "S": 4, "E": 8, "k": 2, "V": 1})
     monkeypatch.setattr(gpu_bench_sparse, "LAYERS", 2)
     monkeypatch.setattr(
         gpu_bench_sparse, "SHAPE", {"D": 256, "H": 2, "K": 1, "d": 128, "Hi": 2, "di": 128, "ki": 8, "V": 1}
@@ -41,7 +44,8 @@ def test_quick(
     assert gpu_bench.main(["--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     kinds = [figure["kernel"] for figure in report["figures"]]
-    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + ["attention", "index", "store"] + ["compress"] * 3 + ["attend"] * 2
+    single = ["attention", "open", "close+open", "route", "index", "store"]
+    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + single + ["compress"] * 3 + ["attend"] * 2
     assert all(
         figure["microseconds"] > 0 and figure["rate"] > 0
         for figure in report["figures"]
