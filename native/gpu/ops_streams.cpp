@@ -35,12 +35,11 @@ public:
     args_.streams = uint32_t(op.i[0]);
     args_.d = args_.w.k / args_.streams;
     args_.iterations = uint32_t(op.i[1]);
-    args_.finish_columns = 4 * kStreamThreads;
-    args_.aligned = are_aligned(args_.d, args_.in, args_.out);
     args_.eps = op.f[0];
     args_.floor = op.f[1];
     const std::string many = float_name(*b.info().tensor(op.w[0]));
-    four_ = args_.streams == 4 && args_.aligned && many != "any";
+    const bool aligned = args_.streams == 4 && are_aligned(args_.d, args_.in, args_.out);
+    four_ = aligned && many != "any";
     few_ = b.kernel("streams_" + (four_ ? many : "any"));
     if (four_) joined_ = b.kernel("streams_joined_" + many);
     few_parts_ = ceil_div(args_.d, kStreamPart);
@@ -52,7 +51,7 @@ public:
     b.reserve(Scratch::scores, most * (args_.w.rows + 1) * sizeof(float));
     if (in_.rows <= kStreamFewRows) return;
     many_ = b.kernel("streams_" + many + "_many");
-    finish_ = b.kernel("streams_finish");
+    finish_ = b.kernel(aligned ? "streams_finish_four" : "streams_finish_any");
   }
 
   void launch(Launcher &launcher, const Bucket &bucket) const override {
@@ -64,7 +63,7 @@ public:
     args.parts = many_parts_;
     launcher.launch(many_, {args.parts * ceil_div(args.w.rows, outputs_), ceil_div(rows, kStreamManyRows)},
                     kStreamManyThreads, args);
-    launcher.launch(finish_, {ceil_div(args.d, args.finish_columns), rows}, kStreamThreads, args);
+    launcher.launch(finish_, {ceil_div(args.d, kStreamFinish), rows}, kStreamThreads, args);
   }
 
   // Together with the STREAMS_OUT before it, the same bits as apart. False where they cannot be one kernel: its blocks
@@ -88,7 +87,7 @@ private:
     args.sums = launcher.scratch_as<float>(Scratch::scores);
     args.counters = launcher.scratch_as<uint32_t>(Scratch::counters);
     args.parts = few_parts_;
-    launcher.launch(kernel, {args.parts, rows}, kStreamThreads, args);
+    launcher.launch(kernel, {args.parts, rows}, four_ ? kStreamFourThreads : kStreamThreads, args);
   }
 
   // Of the kernels of float types, which want all rows at multiples of four elements.

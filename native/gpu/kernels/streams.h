@@ -10,8 +10,11 @@
 
 namespace apu::gpu {
 
-constexpr u32 kStreamThreads = 256;     // of all kernels but streams_*_many
+constexpr u32 kStreamThreads = 256;     // of all kernels but those that follow
+constexpr u32 kStreamFourThreads = 384; // of few rows of four streams
 constexpr u32 kStreamManyThreads = 128; // of streams_*_many
+constexpr u32 kStreamRounds = 3;        // of four columns a thread, that are read ahead where a row is finished
+constexpr u32 kStreamFinish = 2048;     // columns of a block of streams_finish_*
 constexpr u32 kStreamFewRows = 8;       // up to so many rows, the last block of a row's parts finishes it
 constexpr u32 kStreamPart = 64;         // columns of each stream in a part of few rows
 constexpr u32 kStreamManyRows = 8;      // of a block of streams_*_many
@@ -43,9 +46,7 @@ struct StreamsInArgs {
   u32 streams;         // S
   u32 d;               // D
   u32 iterations;
-  u32 parts;          // of S*D columns
-  u32 finish_columns; // of a block of streams_finish, a multiple of four
-  u32 aligned;        // rows of `in` and `out` lie at multiples of 16 bytes, D is a multiple of four
+  u32 parts; // of S*D columns
   float eps, floor;
   StreamsOutArgs before; // of streams_joined_*: makes `in`, which is its out
 };

@@ -4,7 +4,7 @@
 // the streams are read as they are. Few rows: a block has a part of the columns in all streams, and the last block of a
 // row finishes it: one wave mixes while the others add the streams up. streams_joined_* close the block before as well,
 // each its own columns: a layer of a decode step waits twice for hyper-connections. Many rows: streams_*_many reads
-// tiles of eight rows, streams_finish follows, whose blocks share a row's columns. The mix is kept as the scales of
+// tiles of eight rows, streams_finish_* follows, whose blocks share a row's columns. The mix is kept as the scales of
 // rows and columns of what the iterations began with: for four streams all of it is in each lane's registers and no
 // lane waits for another. Bytes moved: the matrix for each row, or tile of rows, and twice the streams; STREAMS_OUT 4
 // (2 S + 1) D bytes a row.
@@ -158,7 +158,8 @@ struct PartOfFour {
 // does not count, which is looked at last: memory holds the rows of every bucket.
 template <class Columns, bool Joined> APU_DEVICE bool sum_part_of_four(const StreamsInArgs &a) {
   APU_SHARED u32x4 x[PartOfFour::kThreads];
-  constexpr u32 waves = kStreamThreads / kWaveSize, outputs = 24 / waves, step = kStreamColumns * kWaveSize;
+  APU_SHARED float sums[25];
+  constexpr u32 waves = kStreamFourThreads / kWaveSize, outputs = 24 / waves, step = kStreamColumns * kWaveSize;
   constexpr u32 steps = 4 * kStreamPart / step;
   const u32 t = block_id_y(), part = block_id(), all = a.w.rows, d = a.d;
   const u32 rows = count_rows(a.count), wave = wave_uniform(wave_id()), first = lane_id() * kStreamColumns;
@@ -183,7 +184,6 @@ template <class Columns, bool Joined> APU_DEVICE bool sum_part_of_four(const Str
   block_sync(); // and all have read what is written now
   if (t >= rows) return false;
   if (Joined && own.has) store_columns(a.before.out + (u64(t) * 4 + own.stream) * d + own.column, mine);
-  float *const to = a.sums + (u64(t) * a.parts + part) * (all + 1);
   float sum[outputs] = {}, squares = 0;
 #pragma unroll
   for (u32 s = 0; s < steps; ++s) {
@@ -199,12 +199,15 @@ template <class Columns, bool Joined> APU_DEVICE bool sum_part_of_four(const Str
   for (u32 o = 0; o < outputs; ++o) {
     const float total = wave_sum(sum[o]);
     const u32 n = wave + o * waves;
-    if (lane_id() == 0 && n < all) to[n] = total;
+    if (lane_id() == 0 && n < all) sums[n] = total;
   }
   if (wave == waves - 1) {
     squares = wave_sum(squares);
-    if (lane_id() == 0) to[all] = squares;
+    if (lane_id() == 0) sums[all] = squares;
   }
+  block_sync();
+  const u32 n = thread_id();
+  if (n <= all) a.sums[(u64(t) * a.parts + part) * (all + 1) + n] = sums[n];
   return true;
 }
 
@@ -261,10 +264,9 @@ struct RowWeights {
   }
 };
 
-// By one wave: 4 x 4 numbers, those of a row in neighbouring lanes, then all of them in every lane.
-APU_DEVICE void mix_four(const StreamsInArgs &a, const RowWeights &row, float *mix) {
+// By one wave: 4 x 4 numbers, of which a lane has one, those of a row beside each other; then each lane has all.
+APU_DEVICE void mix_four(const StreamsInArgs &a, float number, float *mix) {
   const u32 at = lane_id() % 16;
-  const float number = row.number(a, 8 + at, 2);
   float most = max_f32(number, wave_shuffle_xor(number, 1));
   most = max_f32(most, wave_shuffle_xor(most, 2));
   const float own = exp_f32(number - most);
@@ -328,30 +330,13 @@ APU_DEVICE void mix_any(const StreamsInArgs &a, RowWeights &row, float *mix) {
   for (u32 i = lane; i < s * s; i += kWaveSize) mix[i] = row.mix[i];
 }
 
-// Columns [begin, end) of out; Streams is 0 where their number is not known to the compiler.
-template <u32 Streams>
+// Columns [begin, end) of out.
 APU_DEVICE void add_streams(const StreamsInArgs &a, const RowWeights &row, u32 t, u32 begin, u32 end, u32 threads) {
-  const u32 s = Streams ? Streams : a.streams;
-  const float *const in = a.in + u64(t) * s * a.d;
-  float *const out = a.out + u64(t) * a.d;
-  if (a.aligned) {
-#pragma unroll 2
-    for (u32 c = begin + 4 * thread_id(); c < end; c += 4 * threads) {
-      Columns4 sum{};
-#pragma unroll
-      for (u32 j = 0; j < s; ++j) {
-        const Columns4 x = load_columns(in + u64(j) * a.d + c);
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) sum.v[i] = fma_f32(row.input[j], x.v[i], sum.v[i]);
-      }
-      store_columns(out + c, sum);
-    }
-    return;
-  }
+  const float *const in = a.in + u64(t) * a.streams * a.d;
   for (u32 c = begin + thread_id(); c < end; c += threads) {
     float sum = 0;
-    for (u32 j = 0; j < s; ++j) sum = fma_f32(row.input[j], in[u64(j) * a.d + c], sum);
-    out[c] = sum;
+    for (u32 j = 0; j < a.streams; ++j) sum = fma_f32(row.input[j], in[u64(j) * a.d + c], sum);
+    a.out[u64(t) * a.d + c] = sum;
   }
 }
 
@@ -383,41 +368,114 @@ APU_DEVICE void finish_row(const StreamsInArgs &a, u32 t, u32 begin, u32 end) {
   block_sync();
   const bool mixes = a.mix && begin == 0;
   const u32 workers = mixes ? kStreamThreads - kWaveSize : kStreamThreads;
-  if (thread < workers) {
-    if (s == 4)
-      add_streams<4>(a, row, t, begin, end, workers);
-    else
-      add_streams<0>(a, row, t, begin, end, workers);
-    return;
-  }
+  if (thread < workers) return add_streams(a, row, t, begin, end, workers);
   float *const post = a.mix + u64(t) * (s + s * s);
   if (lane_id() < s) post[lane_id()] = 2.0f * sigmoid(row.number(a, s + lane_id(), 1));
   if (s == 4)
-    mix_four(a, row, post + s);
+    mix_four(a, row.number(a, 8 + lane_id() % 16, 2), post + s);
   else
     mix_any(a, row, post + s);
 }
 
-// The last block that comes here for a row finishes it.
-APU_DEVICE void finish_last(const StreamsInArgs &a) {
+// What a lane's product is scaled by and what is added, of four streams: loaded early, since they lie in no cache.
+struct LaneNumber {
+  float scale, offset;
+
+  static APU_METHOD LaneNumber of(const StreamsInArgs &a) {
+    const u32 n = lane_id();
+    return n < a.w.rows ? LaneNumber{a.scale[n < 4 ? 0 : n < 8 ? 1 : 2], a.offset[n]} : LaneNumber{};
+  }
+};
+
+// The same of four streams at multiples of 16 bytes. They are on their way while the weights are made.
+template <u32 Threads>
+APU_DEVICE void finish_four(const StreamsInArgs &a, u32 t, u32 begin, u32 end, const LaneNumber &own) {
+  constexpr u32 waves = Threads / kWaveSize, groups = waves < 8 ? waves : 8; // waves that add parts
+  APU_SHARED float sums[groups][kWaveSize], numbers[kWaveSize], input[4];
+  const u32 all = a.w.rows, lane = lane_id(), wave = wave_id();
+  const bool mixes = a.mix && begin == 0;
+  const u32 workers = mixes ? Threads - kWaveSize : Threads;
+  const bool works = thread_id() < workers;
+  const float *const in = a.in + u64(t) * 4 * a.d;
+  float *const out = a.out + u64(t) * a.d;
+  const u32 c0 = begin + 4 * thread_id();
+  Columns4 x[kStreamRounds][4];
+#pragma unroll
+  for (u32 r = 0; r < kStreamRounds; ++r) {
+    const u32 c = c0 + r * 4 * workers;
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) x[r][j] = works && c < end ? load_columns(in + u64(j) * a.d + c) : Columns4{};
+  }
+  if (wave < groups && lane <= all) {
+    const u32 share = (a.parts + groups - 1) / groups, first = wave * share;
+    const u32 last = first + share < a.parts ? first + share : a.parts;
+    const float *const from = a.sums + u64(t) * a.parts * (all + 1) + lane;
+    float total = 0;
+#pragma unroll 8
+    for (u32 p = first; p < last; ++p) total += from[p * (all + 1)];
+    sums[wave][lane] = total;
+  }
+  block_sync();
+  if (wave == 0) {
+    float total = 0;
+#pragma unroll
+    for (u32 g = 0; g < groups; ++g) total += lane <= all ? sums[g][lane] : 0.0f;
+    const float shrink = 1.0f / sqrt_f32(wave_shuffle(total, all) / float(a.w.k) + a.eps);
+    const float number = fma_f32(total * shrink, own.scale, own.offset);
+    numbers[lane] = number;
+    if (lane < 4) input[lane] = sigmoid(number) + a.floor;
+  }
+  block_sync();
+  if (!works) {
+    float *const post = a.mix + u64(t) * 20;
+    if (lane < 4) post[lane] = 2.0f * sigmoid(numbers[4 + lane]);
+    return mix_four(a, numbers[8 + lane % 16], post + 4);
+  }
+  const auto add = [&](u32 c, const Columns4 *streams) {
+    Columns4 sum{};
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j)
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) sum.v[i] = fma_f32(input[j], streams[j].v[i], sum.v[i]);
+    store_columns(out + c, sum);
+  };
+#pragma unroll
+  for (u32 r = 0; r < kStreamRounds; ++r)
+    if (c0 + r * 4 * workers < end) add(c0 + r * 4 * workers, x[r]);
+  for (u32 c = c0 + kStreamRounds * 4 * workers; c < end; c += 4 * workers) {
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) x[0][j] = load_columns(in + u64(j) * a.d + c);
+    add(c, x[0]);
+  }
+}
+
+// Whether this block is the last one of its row that comes here: what the first `writers` threads of the others wrote
+// can then be read.
+APU_DEVICE bool is_last(const StreamsInArgs &a, u32 writers) {
   APU_SHARED u32 last;
-  const u32 t = block_id_y();
-  device_fence();
+  u32 *const counter = a.counters + block_id_y();
+  if (thread_id() < writers) device_fence();
   block_sync();
-  if (thread_id() == 0) last = atomic_add(a.counters + t, 1) == grid_size() - 1;
+  if (thread_id() == 0) last = atomic_add(counter, 1) == grid_size() - 1;
   block_sync();
-  if (!last) return;
+  if (!last) return false;
   device_fence();
-  if (thread_id() == 0) a.counters[t] = 0;
-  finish_row(a, t, 0, a.d);
+  if (thread_id() == 0) *counter = 0;
+  return true;
+}
+
+template <class Columns, bool Joined> APU_DEVICE void open_four(const StreamsInArgs &a) {
+  const LaneNumber own = LaneNumber::of(a);
+  if (sum_part_of_four<Columns, Joined>(a) && is_last(a, PartOfFour::kThreads))
+    finish_four<kStreamFourThreads>(a, block_id_y(), 0, a.d, own);
 }
 
 #define APU_STREAMS(name, columns)                                                                                     \
-  APU_KERNEL(kStreamThreads) void streams_##name(StreamsInArgs a) {                                                    \
-    if (sum_part_of_four<columns, false>(a)) finish_last(a);                                                           \
+  APU_KERNEL(kStreamFourThreads) void streams_##name(StreamsInArgs a) {                                                \
+    open_four<columns, false>(a);                                                                                      \
   }                                                                                                                    \
-  APU_KERNEL(kStreamThreads) void streams_joined_##name(StreamsInArgs a) {                                             \
-    if (sum_part_of_four<columns, true>(a)) finish_last(a);                                                            \
+  APU_KERNEL(kStreamFourThreads) void streams_joined_##name(StreamsInArgs a) {                                         \
+    open_four<columns, true>(a);                                                                                       \
   }                                                                                                                    \
   APU_KERNEL(kStreamManyThreads) void streams_##name##_many(StreamsInArgs a) {                                         \
     sum_products<columns, kStreamManyOutputs>(a);                                                                      \
@@ -427,17 +485,22 @@ APU_STREAMS(f16, F16Columns)
 APU_STREAMS(f32, F32Columns)
 
 APU_KERNEL(kStreamThreads) void streams_any(StreamsInArgs a) {
-  if (sum_part(a)) finish_last(a);
+  if (sum_part(a) && is_last(a, kStreamThreads)) finish_row(a, block_id_y(), 0, a.d);
 }
 APU_KERNEL(kStreamManyThreads) void streams_any_many(StreamsInArgs a) {
   sum_products<AnyColumns, 1>(a);
 }
 
-// Grid (blocks of a row's columns, rows).
-APU_KERNEL(kStreamThreads) void streams_finish(StreamsInArgs a) {
-  const u32 t = block_id_y(), begin = block_id() * a.finish_columns;
+// After products of many rows. Grid (blocks of a row's columns, rows).
+APU_KERNEL(kStreamThreads) void streams_finish_any(StreamsInArgs a) {
+  const u32 t = block_id_y(), begin = block_id() * kStreamFinish;
+  if (t < count_rows(a.count)) finish_row(a, t, begin, begin + kStreamFinish < a.d ? begin + kStreamFinish : a.d);
+}
+APU_KERNEL(kStreamThreads) void streams_finish_four(StreamsInArgs a) {
+  const u32 t = block_id_y(), begin = block_id() * kStreamFinish;
   if (t >= count_rows(a.count)) return;
-  finish_row(a, t, begin, begin + a.finish_columns < a.d ? begin + a.finish_columns : a.d);
+  finish_four<kStreamThreads>(a, t, begin, begin + kStreamFinish < a.d ? begin + kStreamFinish : a.d,
+                              LaneNumber::of(a));
 }
 
 // Four streams at multiples of 16 bytes, four columns a thread. Grid (columns, rows). A thread reads all streams before
