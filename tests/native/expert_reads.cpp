@@ -11,7 +11,7 @@
 
 // Two functions of the library that the op asks.
 namespace apu::cpu {
-bool is_quantized(uint32_t dtype) {
+bool has_quantized_rows(uint32_t dtype, int32_t) {
   return dtype == APU_Q8_0;
 }
 const KernelTable *portable_table() {
