@@ -26,14 +26,17 @@ class DeviceArrays:
         self._device = device
         self._regions: dict[str, Region] = {}
 
-    def add(self, name: str, values: NDArray[Any]) -> TensorRef:
-        """Copies values (N, K) or (K), float32 or float16, to the device."""
+    def add(
+        self, name: str, values: NDArray[Any], dtype: int | None = None, shape: tuple[int, ...] | None = None
+    ) -> TensorRef:
+        """Copies values (N, K) or (K), float32 or float16, to the device, or the bytes of a `dtype` and `shape`."""
         region = Region.alloc(self._device, values.nbytes + 2 * PADDING)
         self._regions[name] = region
         data = ffi.from_buffer("char[]", np.ascontiguousarray(values))
         host = int(ffi.cast("uintptr_t", data))
         check(lib.apu_memory_copy(self._device.handle, region.address + PADDING, host, values.nbytes, 0, 1))
-        return TensorRef(name, DTYPES[values.dtype], values.shape, 0, 0, values.nbytes)
+        number = DTYPES[values.dtype] if dtype is None else dtype
+        return TensorRef(name, number, values.shape if shape is None else shape, 0, 0, values.nbytes)
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
         address = self._regions[ref.name].address + PADDING

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from device_plans import DeviceArrays, planned
+from gpu_bench_latent import latent_ops
 from gpu_bench_sparse import CONTEXTS as SPARSE_CONTEXTS
 from gpu_bench_sparse import sparse_ops
 from gpu_bench_streams import ROWS as STREAM_ROWS
@@ -122,6 +123,7 @@ def measure(device: Device, quick: bool = False, types: Sequence[str] | None = N
     if attention:
         for m in sparse_ops(device, _timed, SPARSE_CONTEXTS[:1] if quick else SPARSE_CONTEXTS):
             figures.append(Figure(m.kernel, "F16", m.shape, m.seconds * 1e6, m.nbytes / m.seconds / 1e9, "GB/s"))
+        figures += latents(device, read, quick)
     props = device.props
     return {
         "device": {"kind": props.kind, "name": props.name, "arch": props.arch, "driver": props.driver_version},
@@ -211,6 +213,23 @@ def gemms(device: Device, types: Sequence[str]) -> list[Figure]:
         seconds = device.matmul_time(type_number(name), weights, x, copies=copies, passes=7)
         share = round(reference / seconds, 3) if reference else None
         out.append(Figure("gemm", name, shape, seconds * 1e6, flops / seconds / 1e12, "TFLOP/s", share))
+    return out
+
+
+def latents(device: Device, read: float, quick: bool) -> list[Figure]:
+    """Few rows as shares of a plain read, many as shares of torch's product."""
+    reference, peak = torch_matmul(device.props.kind), None
+    if reference:
+        rows, n, k = GEMM
+        peak = 2.0 * rows * n * k / reference
+    out = []
+    for m in latent_ops(device, _timed, quick):
+        if m.rows <= 8:
+            out.append(figure(m.kernel, m.type, m.shape, m.nbytes, m.seconds, same_read(device, m.nbytes), read))
+        else:
+            rate = m.flops / m.seconds
+            share = round(rate / peak, 3) if peak else None
+            out.append(Figure(m.kernel, m.type, m.shape, m.seconds * 1e6, rate / 1e12, "TFLOP/s", share))
     return out
 
 

@@ -23,6 +23,7 @@ constexpr uint32_t kFloatTile = 64;    // rows and columns of gemm_f32's blocks
 constexpr uint32_t kSmallRows = 64;    // up to so many rows, blocks are small
 constexpr uint32_t kTypicalRows = 512; // for which large blocks are to fill the device
 constexpr uint32_t kSplitColumns = 1024;
+constexpr uint64_t kMostHeadBytes = 64u << 20; // of halves of some heads
 
 uint32_t ceil_div(uint64_t a, uint64_t b) {
   return uint32_t((a + b - 1) / b);
@@ -364,8 +365,59 @@ private:
   uint64_t most_tiles_ = 0, max_pairs_ = 0;
 };
 
+// Heads are taken some at a time where all their rows as halves would be many bytes.
+class HeadGemm final : public ProductKernels {
+public:
+  HeadGemm(Builder &b, const HeadProduct &p)
+      : p_(p), tiles_(b, p.w.k, APU_PRECISION_DEFAULT, p.output_rows), group_(tiles_.group({{p.w, nullptr, p.out}})),
+        rows_(b.kernel("gemm_head_rows")), wave_size_(b.props().wave_size), columns_(ceil_div(p.w.k, 256) * 256) {
+    max_rows_ = p.output_rows ? b.info().max_outputs : b.info().max_rows;
+    const uint64_t head = max_rows_ * columns_ * sizeof(u16);
+    together_ = uint32_t(std::clamp<uint64_t>(kMostHeadBytes / head, 1, p.heads));
+    b.reserve(Scratch::halves, scale_bytes() + (together_ * max_rows_ + kGemmExtraRows) * columns_ * sizeof(u16));
+  }
+
+  void launch(Launcher &launcher, const Bucket &bucket, const Activations &) const override {
+    const uint32_t rows = p_.output_rows ? bucket.outputs : bucket.rows;
+    const BlockKernel &block = rows > kSmallRows ? group_.large : group_.small;
+    GemmArgs args = group_.args;
+    args.a_scale = launcher.scratch_as<float>(Scratch::halves);
+    args.a = reinterpret_cast<u16 *>(launcher.scratch(Scratch::halves) + scale_bytes());
+    args.max_rows = rows, args.row_tiles = ceil_div(rows, block.shape.rows);
+    args.passes = 1;
+    args.split_steps = ceil_div(ceil_div(args.k, block.shape.depth) * block.shape.depth, 256) * 256 / block.shape.depth;
+    args.head_width = args.sides[0].w.rows + p_.rest, args.out_width = p_.heads * args.head_width;
+    const uint32_t tiles = Tiles::column_tiles(args, block.shape);
+    GemmHeadRowsArgs from{};
+    from.counts = args.counts, from.x = p_.in, from.out = p_.out;
+    from.a = const_cast<u16 *>(args.a), from.a_scale = const_cast<float *>(args.a_scale);
+    from.all_heads = p_.heads, from.max_rows = rows;
+    from.k = args.k, from.columns = args.columns, from.n = args.sides[0].w.rows, from.rest = p_.rest;
+    from.output_rows = p_.output_rows;
+    for (uint32_t begin = 0; begin < p_.heads; begin += together_) {
+      from.head_begin = args.head_begin = begin;
+      from.heads = args.heads = std::min(together_, p_.heads - begin);
+      launcher.launch(rows_, {ceil_div(uint64_t(rows) * from.heads, kThreads / wave_size_)}, kThreads, from);
+      launcher.launch(block.kernel, {args.row_tiles * tiles, args.heads}, block.shape.threads(), args, block.lds);
+    }
+  }
+
+private:
+  uint64_t scale_bytes() const { return ceil_div(together_ * max_rows_ * sizeof(float), 256) * uint64_t{256}; }
+
+  HeadProduct p_;
+  Tiles tiles_;
+  Group group_;
+  Kernel rows_;
+  uint32_t wave_size_, columns_, together_ = 1;
+  uint64_t max_rows_ = 0;
+};
+
 } // namespace
 
+std::unique_ptr<ProductKernels> make_head_gemm(Builder &builder, const HeadProduct &product) {
+  return std::make_unique<HeadGemm>(builder, product);
+}
 std::unique_ptr<ProductKernels> make_expert_gemm(Builder &builder, const ExpertProduct &product) {
   return std::make_unique<ExpertGemm>(builder, product);
 }

@@ -27,8 +27,11 @@ public:
 
   Activations launch(Launcher &launcher, const Bucket &bucket) const override {
     Activations out{nullptr, nullptr, nullptr, desc_.floats ? desc_.in : nullptr, columns_, desc_.k};
-    InputArgs args{counts_,           desc_.in, desc_.norm, desc_.eps, desc_.k, columns_, desc_.rows_each,
-                   desc_.output_rows, terms_,   nullptr,    nullptr,   nullptr, nullptr};
+    InputArgs args{counts_,    desc_.in,        desc_.in_stride ? desc_.in_stride : desc_.k,
+                   desc_.norm, desc_.eps,       desc_.k,
+                   columns_,   desc_.rows_each, desc_.output_rows,
+                   terms_,     nullptr,         nullptr,
+                   nullptr,    nullptr};
     if (desc_.quantized) {
       const uint64_t at = launcher.scratch(Scratch::activations);
       out.q = args.q = reinterpret_cast<i8 *>(at);

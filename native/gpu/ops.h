@@ -126,6 +126,14 @@ struct ExpertProduct {
   bool second = false; // in0 is (T, k, K), products are weighted and added
 };
 
+struct HeadProduct {         // HEAD_MATMUL
+  Matrix w;                  // (H, N, K)
+  const float *in = nullptr; // (T, H, K + rest)
+  float *out = nullptr;      // (T, H, N + rest)
+  uint32_t heads = 0, rest = 0;
+  bool output_rows = false;
+};
+
 // matvec: bucket.rows up to kMatvecRows. gemm: above. Kernels are looked up when these are made.
 class ProductKernels {
 public:
@@ -136,6 +144,8 @@ std::unique_ptr<ProductKernels> make_matvec(Builder &builder, const Product &pro
 std::unique_ptr<ProductKernels> make_gemm(Builder &builder, const Product &product);
 std::unique_ptr<ProductKernels> make_expert_matvec(Builder &builder, const ExpertProduct &product);
 std::unique_ptr<ProductKernels> make_expert_gemm(Builder &builder, const ExpertProduct &product);
+// Of every type but F32; reads the product's own input.
+std::unique_ptr<ProductKernels> make_head_gemm(Builder &builder, const HeadProduct &product);
 
 // Norm and quantisation of an op's input into Scratch::activations and Scratch::normed; in `rows_each` rows for each
 // row of the step (k of an expert's second half).
@@ -146,6 +156,7 @@ public:
 };
 struct InputDesc {
   const float *in = nullptr;   // (T, K)
+  uint64_t in_stride = 0;      // of its rows where it is not K
   const float *norm = nullptr; // (K) or null
   float eps = 0;
   uint32_t k = 0;

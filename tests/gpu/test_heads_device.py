@@ -12,7 +12,7 @@ from rig import STEP
 from shim import Shim, every_shim
 
 THREADS = 256
-NAMES = {Q.F32: "f32", Q.F16: "f16", Q.BF16: "bf16", Q.Q8_0: "q8_0"}
+NAMES = {Q.F32: "f32", Q.F16: "f16", Q.BF16: "bf16"}
 Array = np.ndarray[Any, Any]
 
 
@@ -58,6 +58,7 @@ def run(
         lanes=lanes,
         blocks=blocks,
         aligned=int(k % 16 == 0 and rest % 4 == 0),
+        aligned_w=int(k % 16 == 0 and not cuts),
         **{"in": shim.input(np.concatenate([x, np.full_like(x[:1], np.nan)]))},
     )
     shim.launch(name + ("_many" if tiled else "_r1"), ((len(x) // tile + 1) * blocks, heads), THREADS, args)

@@ -41,6 +41,7 @@ def prepare(
         **{"in": shim.input(np.vstack([x, np.full((2, k), np.nan, np.float32)]), align=align)},
         norm=0 if norm is None else shim.input(norm),
         eps=EPS,
+        in_stride=k,
         k=k,
         columns=columns,
         rows_each=rows_each,
@@ -113,7 +114,7 @@ def test_norm_without_quantisation(shim: Shim) -> None:
     out = shim.output((2, 70), np.float32)
     counts = shim.input(shim.args("StepCounts", rows=1))
     fields = {"in": shim.input(x), "norm": shim.input(weight), "x": out, "counts": counts}
-    args = shim.args("InputArgs", **fields, eps=EPS, k=70, columns=256, rows_each=1, terms=1)
+    args = shim.args("InputArgs", **fields, eps=EPS, in_stride=70, k=70, columns=256, rows_each=1, terms=1)
     shim.launch("input_small", 2, 256, args)
     assert np.isfinite(out.array[0]).all()
     assert np.isnan(out.array[1]).all()  # beyond the count: not written

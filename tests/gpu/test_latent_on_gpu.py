@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import test_latent as native_latent
 from harness import running
+from kernel_cases import random_weights
 from numpy.typing import NDArray
 from rig import NONE, Q8_0, Plan, Rig, Step
 from test_plan_models import IDS, NEW, V3, greedy
@@ -141,6 +142,69 @@ def test_matrices_of_heads(
         for rows in (1, 2, 7):
             plan.run(step_of(rows))
             assert np.array_equal(plan.read(outs[0], rows), whole[:rows])
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "k", "n", "rest", "cuts"),
+    [
+        ("Q8_0", 5, 128, 80, 6, 1),
+        ("Q8_0", 3, 512, 96, 0, 3),
+        ("Q8_0", 2, 192, 30, 3, 7),
+        ("Q8_0", 2, 2304, 40, 0, 1),
+        ("Q5_0", 3, 128, 64, 64, 5),
+        ("Q4_K", 2, 512, 128, 0, 1),
+        ("Q4_K", 1, 4352, 33, 0, 1),
+    ],
+)
+def test_int8_rows_of_heads(
+    device: Device, gpu: Device, kind: str, heads: int, k: int, n: int, rest: int, cuts: int
+) -> None:
+    found = []
+    for target in (device, gpu):
+        rig = Rig(rows=16)
+        w = rig.weight(
+            "w",
+            random_weights(gguf.GGMLQuantizationType[kind], heads * n, k).reshape(heads, n, -1),
+            dtype=int(gguf.GGMLQuantizationType[kind]),
+            shape=(heads, n, k),
+            cuts=cuts,
+        )
+        out = rig.scratch("out", heads * (n + rest))
+        x = rig.input(random(64, heads * (k + rest)))
+        rig.op(lib.APU_OP_HEAD_MATMUL, ins=(x,), outs=(out,), weights=(w,), ints=(0, 0, rest))
+        with rig.build(target) as plan:
+            for rows in (8, 1, 2, 5):
+                plan.run(step_of(rows))
+                found.append(plan.read(out, rows))
+    for expected, got in zip(found[:4], found[4:], strict=True):
+        close(got, expected, 1e-5)
+        assert np.array_equal(got, found[4][: len(got)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "k", "n", "rest", "cuts"),
+    [("F16", 5, 96, 80, 6, 1), ("BF16", 2, 40, 130, 0, 3), ("Q8_0", 3, 128, 96, 64, 3), ("Q2_K", 2, 512, 40, 1, 1)],
+)
+def test_many_rows_of_heads(
+    device: Device, gpu: Device, kind: str, heads: int, k: int, n: int, rest: int, cuts: int
+) -> None:
+    """On matrix tiles: the CPU's exact products, rounded to halves."""
+    number = gguf.GGMLQuantizationType[kind]
+    packed = random_weights(number, heads * n, k).reshape(heads, n, -1)
+    found = []
+    for target, precision in ((device, 1), (gpu, 0)):
+        rig = Rig(rows=130)
+        w = rig.weight("w", packed, dtype=int(number), shape=(heads, n, k), cuts=cuts)
+        out = rig.scratch("out", heads * (n + rest))
+        x = rig.input(random(64, heads * (k + rest)))
+        rig.op(lib.APU_OP_HEAD_MATMUL, ins=(x,), outs=(out,), weights=(w,), ints=(0, precision, rest))
+        with rig.build(target) as plan:
+            for rows in (40, 9, 130):
+                plan.run(Step().sequence([i % 64 for i in range(rows)]))
+                found.append(plan.read(out, rows))
+    for expected, got in zip(found[:3], found[3:], strict=True):
+        close(got, expected, 2e-3)
+    assert np.array_equal(found[3][:9], found[4])
 
 
 @pytest.mark.parametrize("biased", [False, True])

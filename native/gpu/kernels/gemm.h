@@ -88,6 +88,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   u32 count = 0;   // rows of this tile
   u32 side = 0;    // 0 where it is gated
   u32 n_begin = 0; // first column
+  u32 head = 0;    // of this launch, where there are heads
   u32 pass_steps = 0;
   u64 a_from = 0, a_next_row = 0; // of this thread's first piece of A, and to the next
   u32x4 pieces[Staged ? 1 : a_pieces];
@@ -97,7 +98,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   // Where the block stands; false where there is nothing to do.
   APU_METHOD bool place() {
     const u32 row_tile = block_id() % g.row_tiles, column_tile = block_id() / g.row_tiles;
-    u32 begin = row_tile * Rows, expert = 0;
+    u32 begin = row_tile * Rows, expert = 0, a_begin = 0;
     if (g.tiles) {
       if (row_tile >= *g.tile_count) return false;
       const ExpertTile tile = g.tiles[row_tile];
@@ -108,6 +109,11 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
       const u32 rows = g.output_rows ? g.counts->outputs : g.counts->rows;
       if (begin >= rows) return false;
       count = rows - begin < Rows ? rows - begin : Rows;
+      if (g.heads) {
+        head = block_id_y();
+        expert = g.head_begin + head;
+        a_begin = head * g.max_rows;
+      }
     }
     if (g.pair) {
       n_begin = column_tile * (Columns / 2);
@@ -123,9 +129,9 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     for (u32 r = thread_id(); r < Rows; r += threads) { // rows beyond `count` are not stored
       const u32 at = begin + (r < count ? r : count - 1);
       out_rows[r] = g.tiles ? g.pairs[at] : at;
-      scales[r] = g.a_scale[at];
+      scales[r] = g.a_scale[a_begin + at];
     }
-    const u32 row = begin + thread_id() / (Depth / 8), row_halves = g.passes * g.columns;
+    const u32 row = a_begin + begin + thread_id() / (Depth / 8), row_halves = g.passes * g.columns;
     a_from = reinterpret_cast<u64>(g.a + u64(row) * row_halves + thread_id() % (Depth / 8) * 8);
     a_next_row = u64(threads / (Depth / 8)) * row_halves * 2;
     pass_steps = g.passes == 1 ? (g.k + Depth - 1) / Depth : g.columns / Depth;
@@ -267,7 +273,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     for (u32 i = 0; i < tiles_m; ++i)
 #pragma unroll
       for (u32 j = 0; j < tiles_n; ++j) tile_zero(c[i][j]);
-    const u32 all = g.passes * pass_steps, begin = block_id_y() * g.split_steps;
+    const u32 all = g.passes * pass_steps, begin = g.heads ? 0 : block_id_y() * g.split_steps;
     const u32 end = all - begin < g.split_steps ? all : begin + g.split_steps;
     const u32 chunk_end = (end + chunk_steps - 1) / chunk_steps;
     if constexpr (raw)
@@ -343,10 +349,10 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     const float *const powers = scales + row_begin;
     if (g.partial || !(g.pair || (m == 0 && (g.gate || g.residual || g.soft_cap != 0)))) {
       const float bias = !g.partial && g.sides[m].bias ? g.sides[m].bias[n] : 0.0f;
-      const u64 row_stride = g.partial ? g.all_columns : n_count;
+      const u64 row_stride = g.partial ? g.all_columns : g.heads ? g.out_width : n_count;
       float *const to = global_pointer<float>(reinterpret_cast<u64>(
           g.partial ? g.partial + u64(block_id_y()) * g.max_rows * g.all_columns + g.sides[m].column_begin + n
-                    : g.sides[m].out + n));
+                    : g.sides[m].out + u64(g.head_begin + head) * g.head_width + n));
 #pragma unroll 8
       for (u32 r = first; r < rows; r += kWaveSize / 32)
         to[places[r] * row_stride] = fma_f32(from[r * line + own], powers[r], bias);

@@ -46,6 +46,21 @@ struct GemmArgs {
   u32 row_divisor; // of experts: a pair's row of x is pair / row_divisor
   float soft_cap;
   float limit; // of gate and up, 0 for none
+  // Of matrices of heads (H, N, K), whose heads are the grid's y: `a` is (heads, max_rows, columns).
+  u32 heads;      // 0: none
+  u32 head_begin; // of y 0
+  u32 head_width; // of a head in a row of out
+  u32 out_width;  // of a row of out
+};
+
+struct GemmHeadRowsArgs { // rows of halves of heads, and the elements that pass by
+  const StepCounts *counts;
+  const float *x; // (T, H, K + rest)
+  float *out;     // (T, H, N + rest)
+  u16 *a;         // (heads, max_rows, columns)
+  float *a_scale; // (heads, max_rows)
+  u32 all_heads, head_begin, heads, max_rows;
+  u32 k, columns, n, rest, output_rows;
 };
 
 struct GemmRowsArgs { // rows of halves from an op's input

@@ -69,6 +69,26 @@ APU_KERNEL(kRowThreads) void gemm_rows(GemmRowsArgs g) {
   }
 }
 
+// The same of heads, from float rows: a wave takes one.
+APU_KERNEL(kRowThreads) void gemm_head_rows(GemmHeadRowsArgs g) {
+  const u32 at = block_id() * (kRowThreads / kWaveSize) + wave_uniform(wave_id()), row = at / g.heads, h = at % g.heads;
+  if (!row_exists(g.counts, g.output_rows, 1, row)) return;
+  const u64 place = u64(row) * g.all_heads + g.head_begin + h;
+  const float *const x = g.x + place * (g.k + g.rest);
+  float most = 0;
+  for (u32 i = lane_id(); i < g.k; i += kWaveSize) most = max_f32(most, fabs_f32(x[i]));
+  const RowScale scale = row_scale(wave_max(most));
+  const u64 to = u64(h) * g.max_rows + row;
+  if (lane_id() == 0) g.a_scale[to] = scale.scale;
+  for (u32 column = 2 * lane_id(); column < g.columns; column += 2 * kWaveSize) {
+    const float low = column < g.k ? x[column] : 0.0f, high = column + 1 < g.k ? x[column + 1] : 0.0f;
+    *reinterpret_cast<u32 *>(g.a + to * g.columns + column) =
+        floats_to_halves(low * scale.inverse, high * scale.inverse);
+  }
+  float *const out = g.out + place * (g.n + g.rest) + g.n;
+  for (u32 i = lane_id(); i < g.rest; i += kWaveSize) out[i] = x[g.k + i];
+}
+
 APU_KERNEL(kRowThreads) void gemm_reduce(GemmReduceArgs g) {
   gemm_reduce_row(g, kRowThreads);
 }

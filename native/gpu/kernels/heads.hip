@@ -3,8 +3,8 @@
 // Grid (blocks of each tile of 1 or 4 rows of the step, heads). A lane dequantises 16 columns at a time and
 // multiplies them with the tile's rows, which come from cache. Matrices (N, K): a group of lanes shares four rows of
 // the matrix, one where the type is known at run time alone, and adds its sums up. Matrices (K, N): a wave takes a part
-// of the K rows, a lane 16 columns of each; the waves' sums are added in LDS. A row's bits do not depend on the tile.
-// Bytes: the matrices once for each tile.
+// of the K rows, a lane 16 columns of each; the waves' sums are added in LDS. A row's bits do not
+// depend on the tile. Bytes: the matrices once for each tile.
 #include "dequantize.h"
 #include "heads.h"
 #include "matrix.h"
@@ -37,7 +37,9 @@ struct HeadMatrix { // rows of one head's matrix; mostly they lie in one segment
     out.stride = s.row_stride;
     return out;
   }
-  APU_METHOD const u8 *row(const Matrix &w, u32 i) const { return data ? data + i * stride : matrix_row(w, begin + i); }
+  APU_METHOD const u8 *row(const Matrix &w, u32 i) const {
+    return global_pointer<const u8>(u64(data ? data + i * stride : matrix_row(w, begin + i)));
+  }
 };
 
 struct AnyRow {}; // a type known at run time
@@ -61,6 +63,33 @@ APU_DEVICE void load_rows(const Matrix &w, const u8 *const *row, u32 k, u32 g, f
     with_any_type(w.type, load);
   else
     load.template operator()<Type>();
+}
+
+template <class Type> constexpr u32 kFloatWords = 0; // of 16 elements of a float type
+template <> constexpr u32 kFloatWords<F32Row> = 16;
+template <> constexpr u32 kFloatWords<F16Row> = 8;
+template <> constexpr u32 kFloatWords<BF16Row> = 8;
+
+// Of aligned rows of a float type.
+template <class Type, u32 Rows> APU_DEVICE void load_aligned(const u8 *const *row, u32 g, float (*v)[kHeadColumns]) {
+  constexpr u32 words = kFloatWords<Type>;
+  u32x4 w[Rows][words / 4];
+#pragma unroll
+  for (u32 i = 0; i < Rows; ++i)
+#pragma unroll
+    for (u32 j = 0; j < words / 4; ++j) w[i][j] = load16_stream(row[i] + u64(g) * 4 * words + 16 * j);
+#pragma unroll
+  for (u32 i = 0; i < Rows; ++i)
+#pragma unroll
+    for (u32 j = 0; j < kHeadColumns; ++j) {
+      const u32 word = w[i][j * words / 64][j * words / 16 % 4];
+      if constexpr (__is_same(Type, F32Row))
+        v[i][j] = bits_to_float(word);
+      else if constexpr (__is_same(Type, F16Row))
+        v[i][j] = half_to_float(j % 2 ? word >> 16 : word & 0xffffu);
+      else
+        v[i][j] = bits_to_float(j % 2 ? word & 0xffff0000u : word << 16);
+    }
 }
 
 APU_DEVICE void load_inputs(const HeadArgs &a, const float *x, u32 column, float *v) {
@@ -104,7 +133,11 @@ template <class Type, u32 Rows, u32 Outputs> APU_DEVICE void multiply_heads(cons
   float sum[Rows][Outputs] = {};
   for (u32 column = lane * kHeadColumns; column < a.k; column += a.lanes * kHeadColumns) {
     float v[Outputs][kHeadColumns];
-    load_rows<Type, Outputs>(a.w, w, a.k, column / kHeadColumns, v);
+    if (kFloatWords<Type> && a.aligned_w) {
+      if constexpr (kFloatWords<Type> > 0) load_aligned<Type, Outputs>(w, column / kHeadColumns, v);
+    } else {
+      load_rows<Type, Outputs>(a.w, w, a.k, column / kHeadColumns, v);
+    }
 #pragma unroll
     for (u32 r = 0; r < Rows; ++r) {
       float x[kHeadColumns];
@@ -129,6 +162,7 @@ template <class Type, u32 Rows, u32 Outputs> APU_DEVICE void multiply_heads(cons
 }
 
 template <u32 Rows> APU_DEVICE void multiply_across(const HeadArgs &a) {
+  constexpr u32 together = Rows == 1 ? 2 : 1; // rows of the matrix
   APU_SHARED float parts[kHeadWaves][kHeadColumns][kWaveSize];
   const u32 t0 = block_id() / a.blocks * Rows, rows = count_rows(a.count);
   if (t0 >= rows) return;
@@ -138,16 +172,22 @@ template <u32 Rows> APU_DEVICE void multiply_across(const HeadArgs &a) {
   const u32 share = (a.k + kHeadWaves - 1) / kHeadWaves, first = wave * share;
   const u32 last = first + share < a.k ? first + share : a.k;
   float sum[Rows][kHeadColumns] = {};
-  for (u32 k = first; k < last; ++k) {
-    float v[1][kHeadColumns];
-    const u8 *row[1] = {matrix.row(a.w, k)};
+  for (u32 k = first; k < last; k += together) {
+    float v[together][kHeadColumns];
+    const u8 *row[together];
+#pragma unroll
+    for (u32 i = 0; i < together; ++i) row[i] = matrix.row(a.w, k + i < last ? k + i : k);
     if (group * kHeadColumns >= a.n) continue;
-    load_rows<AnyRow, 1>(a.w, row, a.n, group, v);
+    load_rows<AnyRow, together>(a.w, row, a.n, group, v);
 #pragma unroll
     for (u32 r = 0; r < Rows; ++r) {
-      const float x = head_input(a, Rows == 1 || t0 + r < rows ? t0 + r : t0, h)[k];
+      const float *x = head_input(a, Rows == 1 || t0 + r < rows ? t0 + r : t0, h) + k;
 #pragma unroll
-      for (u32 i = 0; i < kHeadColumns; ++i) sum[r][i] = fma_f32(x, v[0][i], sum[r][i]);
+      for (u32 j = 0; j < together; ++j) {
+        if (k + j >= last) continue;
+#pragma unroll
+        for (u32 i = 0; i < kHeadColumns; ++i) sum[r][i] = fma_f32(x[j], v[j][i], sum[r][i]);
+      }
     }
   }
 #pragma unroll
@@ -179,7 +219,6 @@ template <u32 Rows> APU_DEVICE void multiply_across(const HeadArgs &a) {
 APU_HEADS(f32, F32Row, kHeadOutputs)
 APU_HEADS(f16, F16Row, kHeadOutputs)
 APU_HEADS(bf16, BF16Row, kHeadOutputs)
-APU_HEADS(q8_0, q::Q8_0, kHeadOutputs)
 APU_HEADS(any, AnyRow, 1)
 
 APU_KERNEL(kHeadThreads) void heads_across_r1(HeadArgs a) {

@@ -50,12 +50,12 @@ template <u32 Threads, u32 Held> APU_DEVICE void prepare_input(const InputArgs &
   APU_SHARED float parts[Threads / kWaveSize];
   const u32 row = block_id();
   const u32 *counter = a.output_rows ? &a.counts->outputs : &a.counts->rows;
-  const float *in = a.in + u64(row) * a.k;
+  const float *in = a.in + u64(row) * a.in_stride;
   const u32 first = a.norm ? 0 : block_id_y() * kInputPart; // column
   const u32 last = a.norm || first + kInputPart > a.columns ? a.columns : first + kInputPart;
   const u32 groups = (last - first + Threads * 4 - 1) / (Threads * 4);
-  const bool wide = a.k % 4 == 0 && reinterpret_cast<u64>(a.in) % 16 == 0 && reinterpret_cast<u64>(a.norm) % 16 == 0 &&
-                    reinterpret_cast<u64>(a.x) % 16 == 0;
+  const bool wide = a.k % 4 == 0 && a.in_stride % 4 == 0 && reinterpret_cast<u64>(a.in) % 16 == 0 &&
+                    reinterpret_cast<u64>(a.norm) % 16 == 0 && reinterpret_cast<u64>(a.x) % 16 == 0;
 
   auto column_of = [&](u32 g) { return first + (g * Threads + thread_id()) * 4; };
   auto load = [&](const float *from, u32 g, float (&v)[4]) {

@@ -12,6 +12,7 @@ constexpr u32 kInputPart = kInputSmall * 4; // columns of a block where there is
 struct InputArgs {
   const StepCounts *counts;
   const float *in;   // (T, K)
+  u64 in_stride;     // of its rows
   const float *norm; // (K) or null
   float eps;
   u32 k, columns;  // columns: K rounded up to a multiple of 256

@@ -64,18 +64,42 @@ template <u32 Type, u32 Vectors> struct LatentTile {
 
   APU_METHOD LatentTile(u32 key, u32 value, float soft_cap) : d(key), dv(value), cap(soft_cap) {}
 
-  // Queries to LDS by all threads: `from(v)` is vector v's, null for none.
+  // Queries to LDS by all threads: `from(v)` is vector v's, 16-byte aligned, null for none.
   template <class From> APU_METHOD void load_queries(float scale, From from) {
+    constexpr u32 each = Vectors / kLatentWaves, together = 2, steps = (kLatentKey / 4 + kWaveSize - 1) / kWaveSize;
     scale = cap != 0.0f ? scale : scale * kLog2E;
-    for (u32 v = wave; v < Vectors; v += kLatentWaves) {
-      const float *of = from(v), *x = global_pointer<const float>(u64(of));
-      for (u32 m = 2 * lane_id(); m < d; m += 2 * kWaveSize)
-        *reinterpret_cast<u32 *>(queries + v * stride + m) = of ? floats_to_halves(x[m] * scale, x[m + 1] * scale) : 0u;
+#pragma unroll 1
+    for (u32 i = 0; i < each; i += together) {
+      u32x4 x[together][steps];
+#pragma unroll
+      for (u32 t = 0; t < together; ++t) {
+        const u64 of = u64(from(wave + (i + t) * kLatentWaves));
+#pragma unroll
+        for (u32 s = 0; s < steps; ++s) {
+          const u32 m = 4 * (s * kWaveSize + lane_id());
+          x[t][s] = u32x4{0, 0, 0, 0};
+          if (of && m < d) x[t][s] = load16(global_pointer<const float>(of) + m);
+        }
+      }
+#pragma unroll
+      for (u32 t = 0; t < together; ++t) {
+        u16 *to = queries + (wave + (i + t) * kLatentWaves) * stride;
+#pragma unroll
+        for (u32 s = 0; s < steps; ++s) {
+          const u32 m = 4 * (s * kWaveSize + lane_id());
+          if (m >= d) continue;
+          float v[4];
+#pragma unroll
+          for (u32 e = 0; e < 4; ++e) v[e] = bits_to_float(x[t][s][e]) * scale;
+          *reinterpret_cast<u32x2 *>(to + m) = u32x2{floats_to_halves(v[0], v[1]), floats_to_halves(v[2], v[3])};
+        }
+      }
     }
   }
 
-  // All rows [begin, end), in tiles that begin at multiples; queries may have been stored just before.
-  template <class Source> APU_METHOD void attend(const Source &source, u32 begin, u32 end) {
+  // All rows [begin, end), in tiles that begin at multiples. prepare() loads the queries, while rows are on their way.
+  template <class Source, class Prepare>
+  APU_METHOD void attend(const Source &source, u32 begin, u32 end, Prepare prepare) {
     RowAddress *const addresses = reinterpret_cast<RowAddress *>(dynamic_shared() + layout.addresses);
 #pragma unroll
     for (u32 j = 0; j < own; ++j) {
@@ -104,6 +128,7 @@ template <u32 Type, u32 Vectors> struct LatentTile {
         copy(next, 0);
         next = address(first + rows);
       }
+      prepare();
     } else {
       if (thread_id() < rows) {
         addresses[thread_id()] = address(first);
@@ -111,6 +136,7 @@ template <u32 Type, u32 Vectors> struct LatentTile {
       }
       block_sync();
       fetch(addresses);
+      prepare();
       put(addresses, tiles);
     }
     block_sync();

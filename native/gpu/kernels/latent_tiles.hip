@@ -63,11 +63,12 @@ template <u32 Type, u32 Vectors> APU_DEVICE void latent_tiles(const AttentionArg
   }
   const PagedRows<Type> source{a, item};
   Tile tile(a.k_state.head_size, a.v_state.head_size, a.cap);
-  tile.load_queries(a.scale, [&](u32 v) -> const float * {
-    if (v >= vectors) return nullptr;
-    return a.q + (u64(item.row + row_of(a, v)) * a.heads + head_of(a, item, v)) * a.k_state.head_size;
+  tile.attend(source, begin, end, [&] {
+    tile.load_queries(a.scale, [&](u32 v) -> const float * {
+      if (v >= vectors) return nullptr;
+      return a.q + (u64(item.row + row_of(a, v)) * a.heads + head_of(a, item, v)) * a.k_state.head_size;
+    });
   });
-  tile.attend(source, begin, end);
   const u32 dv = a.v_state.head_size;
   tile.finish([&](u32 v, float max, float sum, bool leads) -> typename Tile::Place {
     if (v >= vectors) return {nullptr, 0.0f};

@@ -41,13 +41,14 @@ struct ActivationRow {
   const float *x; // (K), of float matrices
 };
 
-// Rows of activations from `first` on; beyond `last` it is repeated.
+// Rows of activations from `first` on; beyond `last` it is repeated. Of those that a row has `each` of, this one.
 struct ActivationRows {
   const Activations &in;
   u32 first, last;
+  u32 each = 1, own = 0;
 
   APU_METHOD ActivationRow row(u32 r, u32 slot = 0) const {
-    const u64 at = (first + r < last ? first + r : last) + slot;
+    const u64 at = u64(first + r < last ? first + r : last) * each + own + slot;
     const u64 halves = at * (in.columns / 16);
     return {global_pointer<const i8>(u64(in.q + at * in.columns)), global_pointer<const float>(u64(in.d + halves)),
             global_pointer<const float>(u64(in.s16 + halves)), global_pointer<const float>(u64(in.x + at * in.k))};
@@ -128,7 +129,8 @@ APU_DEVICE u32 split_shift_of(u32 splits) { // log2 of 1, 2, 4 or 8; a division 
 // What a block computes: rows [row_begin, row_begin + rows) of one matrix, or of two where `pair`. Sums are left in LDS
 // at sums[(slice * R + r) * set_rows + i], where i counts the block's rows set by set; in a pair's set gate and up
 // alternate. Where matrices are experts' (E, N, K), `slots` of them are computed, slices counted through: those of slot
-// 1 follow those of slot 0, and its rows of activations are the next ones.
+// 1 follow those of slot 0, and its rows of activations are the next ones. Short rows may be packed: one of w is
+// several that lie one behind the other, `lanes` of a wave to each, and so many sums follow each other at each place.
 struct MatvecWork {
   Matrix w, w2; // w2: up of a pair
   bool pair;
@@ -136,6 +138,8 @@ struct MatvecWork {
   u32 slices, splits, split_shift, steps;
   const i32 *ids = nullptr; // (slots) experts
   u32 experts = 0, slots = 1;
+  u32 first_row = 0; // where there are no ids: of the matrix, that row 0 is
+  u32 lanes = kWaveSize;
 };
 
 // A slice of all that a block computes.
@@ -145,7 +149,7 @@ struct MatvecSlice {
   u32 first_row; // of the matrix that row 0 is, counted through the experts
 
   static APU_METHOD MatvecSlice of(const MatvecWork &work, u32 i) {
-    if (!work.ids) return {i, 0, 0};
+    if (!work.ids) return {i, 0, work.first_row};
     const u32 slot = i / work.slices, id = u32(work.ids[slot]);
     // Ids are what ROUTE wrote, or anything where it has not run yet.
     return {i % work.slices, slot, (id < work.experts ? id : work.experts - 1) * work.w.rows};
@@ -299,10 +303,10 @@ template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Form
   }
 
   // Products of all sets; `sums` are those of the slice and of the group of waves. `Aligned` rows are known to be so;
-  // of others those are, where all items are `whole`, that begin where an aligned row would.
-  template <bool Aligned>
+  // of others those are, where all items are `whole`, that begin where an aligned row would. `lanes` of a packed row.
+  template <bool Aligned, bool Packed>
   APU_METHOD void multiply(const typename Format::X (&x)[R], u32 steps, bool valid, bool full, bool whole, float *sums,
-                           u32 set_rows, u32 step_rows) {
+                           u32 set_rows, u32 step_rows, u32 lanes) {
 #pragma unroll 1
     for (u32 step = 0; step < steps; ++step) {
       if constexpr (Bulk) {
@@ -348,6 +352,17 @@ template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Form
             if (step + 1 < steps) fetch(step + 1);
           }
         }
+        if constexpr (Packed) {
+          const u32 each = kWaveSize / lanes;
+#pragma unroll
+          for (u32 value = 0; value < kSumTogether * R; ++value) {
+            float total = sum[value];
+            for (u32 mask = 1; mask < lanes; mask *= 2) total += wave_shuffle_xor(total, mask);
+            const u32 at = value % R * set_rows + step * step_rows + q0 + value / R;
+            if (lane_id() % lanes == 0) sums[at * each + lane_id() / lanes] = total;
+          }
+          continue;
+        }
         const float total = wave_sums(sum);
         constexpr u32 kLanes = kWaveSize / (kSumTogether * R);
         const u32 value = lane_id() / kLanes;
@@ -362,7 +377,8 @@ template <class Format, u32 R, bool Bulk = kBulkCopy && !(held_in_registers<Form
 };
 
 // All threads of the block; `rows` are those of activations. Ends with a barrier.
-template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
+template <class Format, u32 R, bool Packed = false>
+APU_DEVICE void matvec_block(const MatvecWork &work, const ActivationRows &rows) {
   using Sets = SliceSets<Format, R>;
   const u32 wave = wave_uniform(wave_id()), lane = lane_id();
   const u32 groups = kMatvecWaves >> work.split_shift, group = wave >> work.split_shift;
@@ -394,17 +410,17 @@ template <class Format, u32 R> APU_DEVICE void matvec_block(const MatvecWork &wo
     typename Format::X x[R];
     if (valid) {
 #pragma unroll
-      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), item);
+      for (u32 r = 0; r < R; ++r) Format::load(x[r], rows.row(r, part.slot), Packed ? item & (work.lanes - 1) : item);
     }
-    float *to = sums + i * R * set_rows + group * Sets::kSet;
+    float *to = sums + i * R * set_rows + group * Sets::kSet * (Packed ? kWaveSize / work.lanes : 1);
     const bool whole = k % kItemColumns == 0; // items
     if constexpr (Sets::kTwoLoops) {
       if (whole && sets.matrix.aligned()) {
-        sets.template multiply<true>(x, work.steps, valid, full, whole, to, set_rows, step_rows);
+        sets.template multiply<true, Packed>(x, work.steps, valid, full, whole, to, set_rows, step_rows, work.lanes);
         continue;
       }
     }
-    sets.template multiply<false>(x, work.steps, valid, full, whole, to, set_rows, step_rows);
+    sets.template multiply<false, Packed>(x, work.steps, valid, full, whole, to, set_rows, step_rows, work.lanes);
   }
   block_sync();
 }
