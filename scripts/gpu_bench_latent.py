@@ -73,8 +73,11 @@ HEADS = (
 )
 
 
+QUICK = ((Attention(128, 8192, "F16"),), (Heads(128, 512, 128, "Q8_0", rest=64),))
+
+
 def latent_ops(device: Device, timed: Timer, quick: bool) -> list[Measured]:
-    attention, heads = (ATTENTION[:4:3], HEADS[3:9:5]) if quick else (ATTENTION, HEADS)
+    attention, heads = QUICK if quick else (ATTENTION, HEADS)
     return [time_attention(device, timed, a) for a in attention] + [time_heads(device, timed, h) for h in heads]
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import gpu_bench
+import gpu_bench_latent
 import gpu_bench_sparse
 import gpu_bench_streams
 import pytest
@@ -34,6 +35,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_bench_sparse, "SHAPE", {"D": 256, "H": 2, "K": 1, "d": 128, "Hi": 2, "di": 128, "ki": 8, "V": 1}
     )
     monkeypatch.setattr(gpu_bench, "SPARSE_CONTEXTS", (256,))
+    monkeypatch.setattr(gpu_bench_latent, "LAYERS", 2)
+    shapes = ((gpu_bench_latent.Attention(2, 256, "F16"),), (gpu_bench_latent.Heads(2, 32, 64, "Q8_0", rest=4),))
+    monkeypatch.setattr(gpu_bench_latent, "QUICK", shapes)
 
 
 def test_quick(
@@ -45,7 +49,7 @@ def test_quick(
     report = json.loads(path.read_text())
     kinds = [figure["kernel"] for figure in report["figures"]]
     single = ["attention", "open", "close+open", "route", "index", "store"]
-    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + single + ["compress"] * 3 + ["attend"] * 2
+    assert kinds == ["matvec"] * 6 + ["gemm"] * 2 + single + ["compress"] * 3 + ["attend"] * 2 + ["latent", "heads"]
     assert all(
         figure["microseconds"] > 0 and figure["rate"] > 0
         for figure in report["figures"]
