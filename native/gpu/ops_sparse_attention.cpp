@@ -53,7 +53,7 @@ private:
     const bool fast = aligned(window) && (!compressed || (rows.dtype == window.dtype && aligned(rows)));
     const char *name = "sparse_attention_any";
     if (fast && window.dtype == APU_F16 && d % 16 == 0 && d <= kSparseTileMost) {
-      name = "sparse_attention_tile";
+      name = d == kSparseTileMost ? "sparse_attention_tile_512" : "sparse_attention_tile_to_512";
       args_.chunk_heads = kSparseTileHeads;
       lds_ = sparse_tile_lds(b.props().wave_size, b.props().arch.rfind("gfx", 0) != 0, args_.pairs);
     } else {

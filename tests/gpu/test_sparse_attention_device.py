@@ -12,7 +12,7 @@ from kv_pages import F16, F32, ROWS, Span, make_step
 from numpy.typing import NDArray
 from shim import Shim
 
-VECTORS, BATCH, SPANS = 8, 128, 32
+VECTORS, BATCH, SPANS = 8, 128, 32  # spans are multiples of 64 rows
 SHIMS = pytest.mark.parametrize("wave,reverse", [(32, False), (32, True), (64, True)], ids=["w32", "w32r", "w64r"])
 
 
@@ -118,7 +118,7 @@ class Case:
         if self.tiles:
             shares, buffers = 256 // self.wave // 2, 2 if self.wave == 32 and self.reverse else 1
             lds = buffers * 32 * 520 * 2 + shares * 32 * 36 * 4 + 32 * 40 * 2 + 2 * 256 * 8 + 4 * (96 + 2 * self.pairs)
-            kernel = "tile"
+            kernel = "tile_512" if self.d == 512 else "tile_to_512"
         else:
             lds = 4 * (BATCH * (2 + VECTORS) + vectors * (2 * self.d + 3) + 2 * self.pairs)
             kernel = "f32" if self.dtype == F32 and self.d % 8 == 0 else "any"
@@ -224,7 +224,7 @@ def test_against_float64(dtype: int, options: dict[str, Any], wave: int, reverse
 @pytest.mark.parametrize("dtype", [F32, F16], ids=["f32", "f16"])
 def test_boundaries_of_batches_and_spans(dtype: int, wave: int, reverse: bool) -> None:
     case = Case(dtype, heads=2, tokens=1, window=64, wave=wave, reverse=reverse)
-    for position in (0, 30, 31, 32, 63, 64, 95, 96, 127, 128, 447, 448, 960):
+    for position in (0, 30, 31, 32, 63, 64, 95, 96, 127, 128, 447, 448, 959, 960):
         case.check([Span(position, 1, A)])
 
 

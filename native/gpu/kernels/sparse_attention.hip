@@ -158,7 +158,7 @@ APU_DEVICE void attend_rows(const SparseAttentionArgs &a, const SparseItem &item
 
 template <u32 Type> APU_DEVICE void sparse_attention(const SparseAttentionArgs &a) {
   SparseItem item;
-  if (!find_sparse_item(a, item)) return;
+  if (!find_sparse_item(a, a.window.head_size, item)) return;
   const u32 d = a.window.head_size;
   SparseLds lds;
   lds.address = reinterpret_cast<u64 *>(dynamic_shared());
@@ -225,7 +225,7 @@ template <u32 Width> APU_DEVICE void add_parts(const float *parts, const float *
 
 APU_KERNEL(kSparseSumThreads) void sparse_attention_sum(SparseAttentionArgs a) {
   SparseItem item;
-  if (!find_sparse_row(a, block_id(), item)) return;
+  if (!find_sparse_row(a, block_id(), a.window.head_size, item)) return;
   const u32 d = a.window.head_size, head = block_id_y(), lane = lane_id();
   const u32 span = sparse_span(item.rows), spans = (item.rows + span - 1) / span;
   if (spans == 1) return;                                   // the attention itself has written it

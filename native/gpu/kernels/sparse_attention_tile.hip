@@ -48,8 +48,7 @@ APU_DEVICE const u64 *addresses(const SparseTileLds &lds, u32 batch) {
   return lds.address + batch % (2 * kLookUps) * kSparseTileRows;
 }
 
-APU_DEVICE void copy_rows(const SparseAttentionArgs &a, const SparseTileLds &lds, u32 batch) {
-  const u32 d = a.window.head_size;
+APU_DEVICE void copy_rows(const SparseTileLds &lds, u32 batch, u32 d) {
   const u32 r = thread_id() / kCopiers, first = thread_id() % kCopiers;
   const u64 from = addresses(lds, batch)[r] & ~u64(1);
   u16 *to = lds.rows + (batch % kBuffers * kSparseTileRows + r) * kRowStride;
@@ -95,10 +94,11 @@ APU_DEVICE void weigh(const SparseTileLds &lds, u32 batch, float &max, float &su
   if (r == 0) lds.shrink[head] = shrink;
 }
 
-APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs a) {
+// Whole: rows have kSparseTileMost elements, so that no step of a loop is conditional.
+template <bool Whole> APU_DEVICE void sparse_attention_tile(const SparseAttentionArgs &a) {
   SparseItem item;
-  if (!find_sparse_item(a, item)) return;
-  const u32 d = a.window.head_size, wave = wave_uniform(wave_id());
+  if (!find_sparse_item(a, Whole ? kSparseTileMost : a.window.head_size, item)) return;
+  const u32 d = item.d, wave = wave_uniform(wave_id());
   SparseTileLds lds;
   lds.rows = reinterpret_cast<u16 *>(dynamic_shared());
   lds.scores = reinterpret_cast<float *>(lds.rows + kBuffers * kSparseTileRows * kRowStride);
@@ -113,7 +113,7 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
   look_up(a, item, lds, 0);
   if constexpr (kStagedTiles) {
     block_sync();
-    copy_rows(a, lds, 0);
+    copy_rows(lds, 0, d);
   }
   u16 *queries = lds.rows + (kBuffers - 1) * kSparseTileRows * kRowStride; // at first
   const u32 own_head = thread_id() / kCopiers;
@@ -138,7 +138,7 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
 #pragma unroll
   for (u32 i = 0; i < kSteps; ++i) {
     const u32 k = (i * kShares + share) * 16;
-    if (k < d) tile_load_a(q[i], queries + head_tile * 16 * kRowStride + k, kRowStride);
+    if (Whole || k < d) tile_load_a(q[i], queries + head_tile * 16 * kRowStride + k, kRowStride);
   }
   block_sync();
   TileC acc[kValueTiles][kHeadTiles];
@@ -151,12 +151,12 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
   for (u32 batch = 0; batch < batches; ++batch) {
     if constexpr (!kStagedTiles) {
       if (batch) block_sync(); // the batch before has been read
-      copy_rows(a, lds, batch);
+      copy_rows(lds, batch, d);
     }
     copy_wait<0>();
     block_sync();
     if constexpr (kStagedTiles)
-      if (batch + 1 < batches) copy_rows(a, lds, batch + 1);
+      if (batch + 1 < batches) copy_rows(lds, batch + 1, d);
     const u32 looked_up = batch / kLookUps + 1;
     if (batch % kLookUps == 1 && looked_up * kLookUps < batches) look_up(a, item, lds, looked_up);
     const u16 *rows = lds.rows + batch % kBuffers * kSparseTileRows * kRowStride;
@@ -166,7 +166,7 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
 #pragma unroll
     for (u32 i = 0; i < kSteps; ++i) {
       const u32 k = (i * kShares + share) * 16;
-      if (k >= d) continue;
+      if (!Whole && k >= d) continue;
 #pragma unroll
       for (u32 r = 0; r < kRowTiles; ++r) {
         TileB b;
@@ -200,7 +200,7 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
 #pragma unroll
       for (u32 v = 0; v < kValueTiles; ++v) {
         const u32 m = (v * kWaves + wave) * 16;
-        if (m >= d) continue;
+        if (!Whole && m >= d) continue;
         TileB values;
         tile_load_b_transposed(values, rows + r * 16 * kRowStride + m, kRowStride);
 #pragma unroll
@@ -224,7 +224,7 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
 #pragma unroll
     for (u32 v = 0; v < kValueTiles; ++v) {
       const u32 m = (v * kWaves + wave) * 16;
-      if (m >= d) continue;
+      if (!Whole && m >= d) continue;
 #pragma unroll
       for (u32 i = 0; i < kTileRegisters; ++i) out[tile_row(i) * out_stride + m + tile_column(i)] = acc[v][h].v[i];
     }
@@ -238,6 +238,13 @@ APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile(SparseAttentionArgs 
     else
       write_parts<kSparseThreads>(a, item, item.head + first, heads, out, out_stride, lds.max + first, lds.sum + first);
   }
+}
+
+APU_KERNEL(kSparseThreads) void sparse_attention_tile_512(SparseAttentionArgs a) {
+  sparse_attention_tile<true>(a);
+}
+APU_KERNEL_OF(kSparseThreads, 2) void sparse_attention_tile_to_512(SparseAttentionArgs a) {
+  sparse_attention_tile<false>(a);
 }
 
 } // namespace apu::gpu

@@ -15,6 +15,7 @@ namespace apu::gpu {
 constexpr float kNothing = -__builtin_inff();
 
 struct SparseItem {
+  u32 d; // elements of a row; a constant in some kernels
   u32 t; // row of the step
   u32 position;
   u32 low, near;             // first position of the window, rows of it
@@ -27,10 +28,11 @@ struct SparseItem {
 };
 
 // What row `t` attends to; false where there is no such row.
-APU_DEVICE bool find_sparse_row(const SparseAttentionArgs &a, u32 t, SparseItem &item) {
+APU_DEVICE bool find_sparse_row(const SparseAttentionArgs &a, u32 t, u32 d, SparseItem &item) {
   const Row row = a.step.rows[t]; // what is behind the last is read, too: nobody waits for the counts
   if (t >= a.step.counts->rows) return false;
   const u32 window = a.window.window;
+  item.d = d;
   item.t = t;
   item.position = row.position;
   item.low = window && row.position >= window ? row.position - window + 1 : 0;
@@ -47,9 +49,9 @@ APU_DEVICE u32 sparse_span(u32 rows) {
 }
 
 // The block's item; false where there is none.
-APU_DEVICE bool find_sparse_item(const SparseAttentionArgs &a, SparseItem &item) {
+APU_DEVICE bool find_sparse_item(const SparseAttentionArgs &a, u32 d, SparseItem &item) {
   const u32 t = a.spans ? block_id() / a.spans : block_id();
-  if (!find_sparse_row(a, t, item)) return false;
+  if (!find_sparse_row(a, t, d, item)) return false;
   item.head = block_id_y() * a.chunk_heads;
   item.heads = a.heads - item.head < a.chunk_heads ? a.heads - item.head : a.chunk_heads;
   item.begin = 0, item.end = item.rows, item.span = 0, item.spans = 1;
@@ -71,7 +73,7 @@ APU_DEVICE u64 sparse_address(const SparseAttentionArgs &a, const SparseItem &it
   if (!near && a.ids) r = u32(a.ids[u64(item.t) * a.chosen + r]);
   *seen = near || r < item.seen;
   if (!*seen) near = true, r = item.position;
-  const u32 d = a.window.head_size;
+  const u32 d = item.d;
   if (near) return u64(page_part(a.window, item.window[r / kPageRows], 0)) + u64(r % kPageRows * d) * near_bytes;
   const u32 each = a.rows.page_rows;
   return u64(page_part(a.rows, item.pages[r / each], 0)) + u64(r % each * d) * far_bytes;
@@ -111,7 +113,7 @@ APU_DEVICE void copy_heads(float *to, u32 to_stride, const float *from, u32 from
 template <u32 Threads>
 APU_DEVICE void write_heads(const SparseAttentionArgs &a, const SparseItem &item, u32 head, u32 heads, const float *acc,
                             u32 stride, const float *factors, const float *cos, const float *sin) {
-  const u32 d = a.window.head_size, plain = d - 2 * a.pairs;
+  const u32 d = item.d, plain = d - 2 * a.pairs;
   float *out = a.out + (u64(item.t) * a.heads + head) * d;
   copy_heads<Threads>(out, d, acc, stride, heads, plain, factors);
   for (u32 i = thread_id(); i < heads * a.pairs; i += Threads) {
@@ -127,7 +129,7 @@ APU_DEVICE void write_heads(const SparseAttentionArgs &a, const SparseItem &item
 template <u32 Threads>
 APU_DEVICE void write_parts(const SparseAttentionArgs &a, const SparseItem &item, u32 head, u32 heads, const float *acc,
                             u32 stride, const float *max, const float *sum) {
-  const u32 d = a.window.head_size;
+  const u32 d = item.d;
   const u64 first = (u64(item.t) * a.heads + head) * a.spans + item.span;
   copy_heads<Threads>(a.parts + first * d, a.spans * d, acc, stride, heads, d, nullptr);
   for (u32 v = thread_id(); v < heads; v += Threads) {
