@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes a GGUF model of random weights at true or reduced shapes, to test speed and memory without a download.
+"""Writes a model of random weights at true or reduced shapes, to test speed and memory without a download.
 
     scripts/synthesize.py --arch llama --preset 8b --type Q4_0 --out llama-8b.gguf
+    scripts/synthesize.py --arch qwen3 --preset 8b --format safetensors --out Qwen3-8B
     scripts/synthesize.py --arch qwen3moe --preset 2.9gb --type IQ2_XXS
     scripts/synthesize.py --list
 
@@ -14,11 +15,15 @@ memory does not grow with the file.
 gives them beside it: Q6_K outputs for most, Q2_K embeddings and Q5_K outputs for the IQ1 and IQ2 types, and so on
 (--list shows them). Norms, routers and rotary factors are F32. Rows that a type's blocks do not divide get the type
 that llama.cpp falls back to.
+
+--format safetensors writes a Hugging Face folder in BF16 (--type F16 or F32 for these), in shards of at most 4 GB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import os
 import shutil
@@ -37,6 +42,7 @@ from synthesis.blocks import NUMBERS, BlockStream, random_bytes
 
 ALIGNMENT = 32  # GGUF's default
 MAX_LAYERS = 1024
+_TITLE = "Synthetic"  # a model's name begins with it
 _VECTORS = 1 << 16  # key of their random bits, beyond all type numbers
 _U32, _I32, _F32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9  # value types of GGUF metadata
 
@@ -143,7 +149,7 @@ def synthesize(
     shape, mix = chosen.presets[preset], MIXES[dtype]
     count = layer_count(chosen, shape, mix) if layers is None else layers
     table = tensors(chosen, shape, mix, count)
-    head = header(metadata(arch, f"Synthetic {arch} {preset} {dtype}", shape, mix, count), table)
+    head = header(metadata(arch, f"{_TITLE} {arch} {preset} {dtype}", shape, mix, count), table)
     need = len(head) + sum(_padded(tensor.nbytes) for tensor in table)
     partial = out.parent / f".synthesize.{os.getpid()}.partial"  # short: a long name leaves no room for more
     try:
@@ -160,9 +166,64 @@ def synthesize(
     return table
 
 
-def check_target(out: Path, need: int, force: bool) -> None:
-    """Whether a file of `need` bytes may be written to `out`, and fits."""
-    if out.exists() and not out.is_file():
+def synthesize_folder(
+    out: Path, arch: str, preset: str, dtype: str, *, layers: int | None = None, seed: int = 0, force: bool = False
+) -> list[Tensor]:
+    """As `synthesize`, a Hugging Face folder."""
+    from synthesis import folders
+
+    chosen = ARCHITECTURES[arch]
+    if arch not in folders.SUPPORTED or dtype not in folders.TYPES:
+        known = f"{', '.join(folders.SUPPORTED)} in {', '.join(folders.TYPES)}"
+        raise SynthesisError(f"--format: safetensors are written of {known}, found {arch} in {dtype}")
+    if preset not in chosen.presets:
+        raise SynthesisError(f"--preset: {arch} has {', '.join(chosen.presets)}, found {preset!r}")
+    shape, mix = chosen.presets[preset], MIXES[dtype]
+    count = layer_count(chosen, shape, mix) if layers is None else layers
+    table = tensors(chosen, shape, mix, count)
+    kind = folders.model_type(arch, shape)
+    files = folders.shards(folders.stored(kind, table, shape.letters), dtype)
+    title = f"{_TITLE} {arch} {preset} {dtype}"
+    texts = folders.texts(kind, arch, title, shape, count, dtype, files)
+    need = sum(tensor.elements for shard in files for tensor in shard) * folders.TYPES[dtype] + (64 << 20)
+    partial = out.parent / f".synthesize.{os.getpid()}.partial"
+    try:
+        check_target(out, need, force, folder=True)
+        partial.mkdir()
+        stream = BlockStream(dtype, seed)
+        for number, (name, shard) in enumerate(zip(folders.shard_names(len(files)), files, strict=True)):
+            with (partial / name).open("xb") as file:
+                file.write(folders.header(shard, dtype))
+                for index, tensor in enumerate(shard):
+                    if len(tensor.shape) > 1:
+                        for blocks in stream.take(tensor.elements, 1 / math.sqrt(tensor.shape[-1])):
+                            file.write(blocks.data)
+                    else:
+                        file.write(folders.norm(tensor, dtype, seed, number << 32 | index))
+        for name, text in texts.items():
+            (partial / name).write_text(text)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.replace(out)
+    except OSError as error:
+        raise SynthesisError(f"{out}: {error.strerror or error} (needs {need:,} bytes)") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return table
+
+
+def _is_synthetic(folder: Path) -> bool:
+    """Whether an earlier run wrote this folder, so that it may be replaced."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((folder / "config.json").read_text()).get("_name_or_path", "")).startswith(_TITLE)
+    return False
+
+
+def check_target(out: Path, need: int, force: bool, folder: bool = False) -> None:
+    """Whether a file, or a `folder`, of `need` bytes may be written to `out`, and fits."""
+    if folder and out.exists() and force and not _is_synthetic(out):
+        raise SynthesisError(f"{out}: is no folder that this script wrote; --force does not replace it")
+    if out.exists() and not out.is_file() and not folder:
         raise SynthesisError(f"{out}: is no regular file; name a file to write")
     if out.exists() and not force:
         raise SynthesisError(f"{out}: exists; --force replaces it")
@@ -194,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the partial file goes
     began = time.monotonic()
     try:
-        table = synthesize(
+        write_model = synthesize_folder if args.format == "safetensors" else synthesize
+        table = write_model(
             args.out, args.arch, args.preset, args.type, layers=args.layers, seed=args.seed, force=args.force
         )
     except SynthesisError as error:
@@ -204,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         print("synthesize: interrupted; nothing is left behind", file=sys.stderr)
         return 130
     took = time.monotonic() - began
-    size = args.out.stat().st_size
+    size = sum(path.stat().st_size for path in (args.out.iterdir() if args.out.is_dir() else [args.out]))
     layers = sum(tensor.name.endswith(".attn_norm.weight") for tensor in table)
     parameters = sum(math.prod(tensor.shape) for tensor in table)
     print(
@@ -227,13 +289,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="llama", help="architecture (default %(default)s)")
     parser.add_argument("--preset", default="tiny", help="sizes, see --list (default %(default)s)")
-    parser.add_argument("--type", type=str.upper, default="Q4_0", help="of the layers' matrices (default %(default)s)")
+    parser.add_argument("--format", choices=("gguf", "safetensors"), default="gguf", help="(default %(default)s)")
+    parser.add_argument("--type", type=str.upper, help="of the layers' matrices (default Q4_0, BF16 of safetensors)")
     parser.add_argument("--layers", type=int, help="number of layers (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0, help="for other weights (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="file to write (default: models/synthetic-ARCH-PRESET-TYPE.gguf)")
+    parser.add_argument("--out", type=Path, help="default: models/synthetic-ARCH-PRESET-TYPE, with .gguf for a file")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--list", action="store_true", help="print architectures, presets and types, then exit")
     args = parser.parse_args(argv)
+    args.type = args.type or ("BF16" if args.format == "safetensors" else "Q4_0")
     if args.type not in MIXES:
         parser.error(f"--type: expected one of {', '.join(MIXES)}, found {args.type!r}")
     if args.layers is not None and not 1 <= args.layers <= MAX_LAYERS:
@@ -242,7 +306,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--seed: expected 0 to 2^64 - 1, found {args.seed}")
     if args.out is None:
         folder = Path(__file__).resolve().parents[1] / "models"
-        args.out = folder / f"synthetic-{args.arch}-{args.preset}-{args.type}.gguf"
+        suffix = "" if args.format == "safetensors" else ".gguf"
+        args.out = folder / f"synthetic-{args.arch}-{args.preset}-{args.type}{suffix}"
     return args
 
 

@@ -120,6 +120,7 @@ def add_tokenizer(folder: Path) -> Path:
         "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(vocabulary)}, "merges": merges},
         "added_tokens": [
             {"id": len(vocabulary) + i, "content": token, "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             for i, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
         ],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
