@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -58,6 +60,7 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size":
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, _SIZES),
     "mistral": (MistralForCausalLM, MistralConfig, _SIZES | {"sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, _SIZES),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, _SIZES),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _SIZES | _EXPERTS),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _SIZES | {"num_hidden_layers": 6, "sliding_window": 24}),

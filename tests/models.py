@@ -129,6 +129,39 @@ def tiny_gemma3_gguf(
     return _written(path, "gemma3", shape, keys, tensors, words, metadata, quant)
 
 
+def tiny_qwen2_gguf(
+    path: Path,
+    *,
+    layers: int = 2,
+    D: int = 64,
+    H: int = 4,
+    K: int = 2,
+    F: int = 96,
+    V: int = 320,
+    context: int = 512,
+    eps: float = 1e-6,
+    rope_base: float = 1_000_000.0,
+    tied: bool = False,
+    quant: str = "F32",
+    tokenizer: bool = True,
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+) -> TinyModel:
+    """A qwen2: q, k and v have biases, heads are D / H wide."""
+    d = D // H
+    rng = np.random.default_rng(seed)
+    tensors = _trunk(rng, V, D, tied)
+    for layer in range(layers):
+        tensors |= _block(rng, layer, D, H, K, d, F)
+        for name, size in (("attn_q", H * d), ("attn_k", K * d), ("attn_v", K * d)):
+            tensors[f"blk.{layer}.{name}.bias"] = _normal(rng, (size,), 0.5)
+    keys = _attention_keys(K, None) | {"rope.freq_base": rope_base}
+    shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
+    shape |= {"rope_base": rope_base, "tied": tied}
+    words = bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"} if tokenizer else {}
+    return _written(path, "qwen2", shape, keys, tensors, words, metadata, quant)
+
+
 def tiny_qwen3_gguf(
     path: Path,
     *,

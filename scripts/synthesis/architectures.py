@@ -103,6 +103,7 @@ _EXPERTS = {
 }
 _LLAMA = _ATTENTION | _GATED
 _GEMMA3 = _ATTENTION | _HEAD_NORMS | {"post_attention_norm": "D"} | _GATED | {"post_ffw_norm": "D"}
+_QWEN2 = _ATTENTION | {"attn_q.bias": "H*d", "attn_k.bias": "K*d", "attn_v.bias": "K*d"} | _GATED
 _QWEN3 = _ATTENTION | _HEAD_NORMS | _GATED
 _QWEN3MOE = _ATTENTION | _HEAD_NORMS | _EXPERTS
 
@@ -113,6 +114,10 @@ def _llama_keys(s: Mapping[str, int]) -> dict[str, Any]:
 
 def _gemma3_keys(s: Mapping[str, int]) -> dict[str, Any]:
     return _common(s, 32_768, 1e-6, 1_000_000.0) | {"attention.sliding_window": s["window"]}
+
+
+def _qwen2_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _common(s, 32_768, 1e-6, 1_000_000.0)
 
 
 def _qwen3_keys(s: Mapping[str, int]) -> dict[str, Any]:
@@ -323,6 +328,16 @@ ARCHITECTURES: dict[str, Architecture] = {
                 {"context_length": 131_072, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
                 tied=True,
             ),
+        },
+    ),
+    "qwen2": Architecture(
+        keys=_qwen2_keys,
+        layer=lambda i, s: _QWEN2,
+        vocabulary=vocabularies.qwen2,
+        presets={
+            "tiny": Preset(_dense(2, 256, 4, 512, V=1024, K=2, d=64), "for tests"),
+            "0.5b": Preset(_dense(24, 896, 14, 4864, V=_QWEN_V, K=2, d=64), "Qwen2.5 0.5B", tied=True),
+            "7b": Preset(_dense(28, 3584, 28, 18_944, V=152_064, K=4), "Qwen2.5 7B"),
         },
     ),
     "qwen3": Architecture(

@@ -114,10 +114,19 @@ _QWEN_USER = [
 ]  # fmt: skip
 
 
+def qwen2(V: int) -> dict[str, Any]:
+    """Qwen 2.5: Qwen 3's without the last four of its special tokens."""
+    return _qwen(V, _QWEN_USER[:-4])
+
+
 def qwen3(V: int) -> dict[str, Any]:
     """Qwen 3: 151,643 words, 26 special tokens, padding up to 151,936."""
-    meta = _bpe("qwen2", V, 151_643, [*_QWEN_CONTROL, *_QWEN_USER], _QWEN_USER)
-    first = min(151_643, V - 26)
+    return _qwen(V, _QWEN_USER)
+
+
+def _qwen(V: int, user: Sequence[str]) -> dict[str, Any]:
+    meta = _bpe("qwen2", V, 151_643, [*_QWEN_CONTROL, *user], user)
+    first = min(151_643, V - len(_QWEN_CONTROL) - len(user))
     return meta | {
         "tokenizer.ggml.bos_token_id": first,
         "tokenizer.ggml.eos_token_id": first + 2,

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -154,23 +156,16 @@ def gemma3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = 
     return _filled(Gemma3ForCausalLM(config), state)
 
 
+def qwen2(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """Qwen2ForCausalLM with the tiny model's weights; `extra` goes to its config."""
+    state = {_hf_name(name, _LLAMA): values for name, values in (tensors or tiny.tensors).items()}
+    return _filled(Qwen2ForCausalLM(Qwen2Config(**_dense(tiny.shape) | extra)), state)
+
+
 def qwen3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
     """Qwen3ForCausalLM, or Qwen3MoeForCausalLM where the tiny model has experts; `extra` goes to its config."""
     s = tiny.shape
-    fields: dict[str, Any] = {
-        "vocab_size": s["V"],
-        "hidden_size": s["D"],
-        "intermediate_size": s["F"],
-        "num_hidden_layers": s["layers"],
-        "num_attention_heads": s["H"],
-        "num_key_value_heads": s["K"],
-        "head_dim": s["d"],
-        "max_position_embeddings": s["context"],
-        "rms_norm_eps": s["eps"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": s["rope_base"]},
-        "tie_word_embeddings": s["tied"],
-        "attn_implementation": "eager",
-    }
+    fields = _dense(s)
     given = dict(tensors or tiny.tensors)
     state = {}
     if s["experts"]:
@@ -336,6 +331,24 @@ def agree(found: NDArray[np.float32], model: torch.nn.Module, tokens: Sequence[i
     expected = logits(model, tokens)
     assert np.abs(expected).max() > 1
     assert np.abs(found - expected).max() <= TOLERANCE
+
+
+def _dense(s: Mapping[str, Any]) -> dict[str, Any]:
+    """What the configurations of Qwen's models share."""
+    return {
+        "vocab_size": s["V"],
+        "hidden_size": s["D"],
+        "intermediate_size": s["F"],
+        "num_hidden_layers": s["layers"],
+        "num_attention_heads": s["H"],
+        "num_key_value_heads": s["K"],
+        "head_dim": s["d"],
+        "max_position_embeddings": s["context"],
+        "rms_norm_eps": s["eps"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": s["rope_base"]},
+        "tie_word_embeddings": s["tied"],
+        "attn_implementation": "eager",
+    }
 
 
 def _hf_name(name: str, names: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from models import (
     tiny_deepseek4_gguf,
     tiny_gemma3_gguf,
     tiny_llama_gguf,
+    tiny_qwen2_gguf,
     tiny_qwen3_gguf,
     write,
 )
@@ -32,6 +33,7 @@ V3: dict[str, Any] = {"sigmoid": True, "groups": 4, "groups_used": 2, "experts":
 MODELS: dict[str, tuple[Callable[..., TinyModel], dict[str, Any], Callable[..., Any]]] = {
     "llama": (tiny_llama_gguf, {"bias": True}, reference.llama),
     "gemma3": (tiny_gemma3_gguf, {"V": 512}, reference.gemma3),
+    "qwen2": (tiny_qwen2_gguf, {}, reference.qwen2),
     "qwen3": (tiny_qwen3_gguf, {"tied": True}, reference.qwen3),
     "qwen3moe": (tiny_qwen3_gguf, {"experts": 8}, reference.qwen3),
     "deepseek2": (tiny_deepseek2_gguf, V3, reference.deepseek),

@@ -1,4 +1,4 @@
-"""Qwen 3, dense and with experts."""
+"""Qwen 2 and 3, dense and with experts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def _more_with_experts(hyper: Hyper) -> dict[str, Any]:
     return out
 
 
-_NAMES = ATTENTION | HEAD_NORMS | {"post_attention_layernorm": "ffn_norm"}
+_PLAIN = ATTENTION | {"post_attention_layernorm": "ffn_norm"}
+_NAMES = _PLAIN | HEAD_NORMS
 _EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 FAMILIES = {
+    "qwen2": Family("qwen2", KEYS, _PLAIN | FEED_FORWARD, more=_more, defaults={"num_key_value_heads": 32}),
     "qwen3": Family("qwen3", KEYS, _NAMES | FEED_FORWARD, more=_more, defaults={"head_dim": 128}),
     "qwen3_moe": Family(
         "qwen3moe", KEYS | _EXPERT_KEYS, _NAMES | EXPERTS, more=_more_with_experts, defaults={"head_dim": 128}
