@@ -3,9 +3,8 @@
 // A block takes a span of what one query row attends to for 32 of its heads. Batches of 32 rows are copied to LDS, each
 // row once for all heads, the next one while this one is worked on where copies run in the background. Queries stay in
 // registers: a wave has those of 16 heads and a share of the elements; scores of the shares meet in LDS, where eight
-// lanes do the softmax of a head. Values: a wave has every eighth tile of the
-// elements (fourth, with waves of 64), for all heads. Bytes: the rows, for each 32 heads, and 4 d for each head and
-// span.
+// lanes do the softmax of a head. Values: a wave has every eighth tile of the elements (fourth, with waves of 64), for
+// all heads. Bytes: the rows, for each 32 heads, and 4 d for each head and span.
 #include "sparse_items.h"
 #include "tile.h"
 

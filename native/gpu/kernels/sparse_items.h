@@ -18,13 +18,13 @@ struct SparseItem {
   u32 d; // elements of a row; a constant in some kernels
   u32 t; // row of the step
   u32 position;
-  u32 low, near;             // first position of the window, rows of it
-  u32 seen;                  // compressed rows that may be chosen
-  u32 rows;                  // to attend to
-  u32 spans;                 // of them
-  u32 begin, end, span;      // the block's share, which of the spans it is
-  u32 head, heads;           // first head of the block, how many
-  const u32 *window, *pages; // page tables
+  u32 low, near;        // first position of the window, rows of it
+  u32 seen;             // compressed rows that may be chosen
+  u32 rows;             // to attend to
+  u32 spans;            // of them
+  u32 begin, end, span; // the block's share, which of the spans it is
+  u32 head, heads;      // first head of the block, how many
+  u32 window, pages;    // first entries of the page tables
 };
 
 // What row `t` attends to; false where there is no such row.
@@ -39,8 +39,9 @@ APU_DEVICE bool find_sparse_row(const SparseAttentionArgs &a, u32 t, u32 d, Spar
   item.near = row.position + 1 - item.low;
   item.seen = a.rows.page_rows ? (row.position + 1) / (kPageRows / a.rows.page_rows) : 0;
   item.rows = item.near + (a.ids && a.chosen < item.seen ? a.chosen : item.seen);
-  item.window = page_table(a.step, row.sequence, a.window.group);
-  item.pages = a.rows.page_rows ? page_table(a.step, row.sequence, a.rows.group) : item.window;
+  const Slot *slots = a.step.slots + u64(row.sequence) * a.step.groups;
+  item.window = slots[a.window.group].page_begin;
+  item.pages = slots[a.rows.group].page_begin;
   return true;
 }
 
@@ -74,9 +75,10 @@ APU_DEVICE u64 sparse_address(const SparseAttentionArgs &a, const SparseItem &it
   *seen = near || r < item.seen;
   if (!*seen) near = true, r = item.position;
   const u32 d = item.d;
-  if (near) return u64(page_part(a.window, item.window[r / kPageRows], 0)) + u64(r % kPageRows * d) * near_bytes;
+  if (near)
+    return u64(page_part(a.window, a.step.pages[item.window + r / kPageRows], 0)) + u64(r % kPageRows * d) * near_bytes;
   const u32 each = a.rows.page_rows;
-  return u64(page_part(a.rows, item.pages[r / each], 0)) + u64(r % each * d) * far_bytes;
+  return u64(page_part(a.rows, a.step.pages[item.pages + r / each], 0)) + u64(r % each * d) * far_bytes;
 }
 
 // What maxima and sums come to: the factor of the accumulator.
@@ -87,24 +89,27 @@ APU_DEVICE float sparse_factor(const SparseAttentionArgs &a, u32 head, float max
   return shrink / fma_f32(sum, shrink, exp_f32(sink - most));
 }
 
-// By a block: to[v * to_stride + m] = from[v * from_stride + m] * factors[v], or as it is; from LDS, m below `width`.
-template <u32 Threads>
+// By a block: to[v * to_stride + m] = from[v * from_stride + m], times factors[v] where it is Scaled; from LDS, m below
+// `width`.
+template <u32 Threads, bool Scaled>
 APU_DEVICE void copy_heads(float *to, u32 to_stride, const float *from, u32 from_stride, u32 heads, u32 width,
                            const float *factors) {
   if ((to_stride | from_stride | width) % 4 == 0) {
     const u32 each = width / 4;
     for (u32 i = thread_id(); i < heads * each; i += Threads) {
       const u32 v = i / each, m = (i - v * each) * 4;
-      const f32x4 x = *reinterpret_cast<const f32x4 *>(from + v * from_stride + m);
-      const float factor = factors ? factors[v] : 1.0f;
-      store16(to + v * to_stride + m, u32x4{float_to_bits(x[0] * factor), float_to_bits(x[1] * factor),
-                                            float_to_bits(x[2] * factor), float_to_bits(x[3] * factor)});
+      f32x4 x = *reinterpret_cast<const f32x4 *>(from + v * from_stride + m);
+      u32x4 words;
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) words[e] = float_to_bits(Scaled ? x[e] * factors[v] : x[e]);
+      store16(to + v * to_stride + m, words);
     }
     return;
   }
   for (u32 i = thread_id(); i < heads * width; i += Threads) {
     const u32 v = i / width, m = i - v * width;
-    to[v * to_stride + m] = from[v * from_stride + m] * (factors ? factors[v] : 1.0f);
+    const float x = from[v * from_stride + m];
+    to[v * to_stride + m] = Scaled ? x * factors[v] : x;
   }
 }
 
@@ -115,7 +120,7 @@ APU_DEVICE void write_heads(const SparseAttentionArgs &a, const SparseItem &item
                             u32 stride, const float *factors, const float *cos, const float *sin) {
   const u32 d = item.d, plain = d - 2 * a.pairs;
   float *out = a.out + (u64(item.t) * a.heads + head) * d;
-  copy_heads<Threads>(out, d, acc, stride, heads, plain, factors);
+  copy_heads<Threads, true>(out, d, acc, stride, heads, plain, factors);
   for (u32 i = thread_id(); i < heads * a.pairs; i += Threads) {
     const u32 v = i / a.pairs, p = i - v * a.pairs;
     const u32 first = plain + (a.halves ? p : 2 * p), second = plain + (a.halves ? p + a.pairs : 2 * p + 1);
@@ -131,7 +136,7 @@ APU_DEVICE void write_parts(const SparseAttentionArgs &a, const SparseItem &item
                             u32 stride, const float *max, const float *sum) {
   const u32 d = item.d;
   const u64 first = (u64(item.t) * a.heads + head) * a.spans + item.span;
-  copy_heads<Threads>(a.parts + first * d, a.spans * d, acc, stride, heads, d, nullptr);
+  copy_heads<Threads, false>(a.parts + first * d, a.spans * d, acc, stride, heads, d, nullptr);
   for (u32 v = thread_id(); v < heads; v += Threads) {
     float *end = a.part_ends + (first + u64(v) * a.spans) * 2;
     end[0] = max[v];
