@@ -36,7 +36,7 @@ class EngineConfig:
     model: str | None = option(
         "path",
         None,
-        "Model: a GGUF file, any shard of a split set, a folder that holds one, or a Hugging Face folder of safetensors.",
+        "Model: a GGUF file, any shard of a split set, a folder that holds one, or a folder of safetensors.",
         "--model",
         "-m",
         group="model",

@@ -44,7 +44,8 @@ USAGE = """\
 Usage: ./rocm_start_server.sh [MODEL] [serve flags]   start and wait until it is ready
        ./rocm_start_server.sh stop|status [--port N]
        ./rocm_start_server.sh restart [--port N] [MODEL] [serve flags]
-  MODEL         a GGUF file, any shard of a split one, or a folder that holds one; without it a demo model
+  MODEL         a GGUF file, any shard of a split one, a folder that holds one, or a folder of safetensors;
+                without it a demo model
   --foreground  stay attached: output here, Ctrl-C stops
   --port N      port (default 8000); stop, status and restart act on the server of that port
   restart       keeps model and flags; flags given with it take the place of the old ones

@@ -8,16 +8,16 @@ Construction is most of the start-up cost of text, so nothing here is done per t
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from apu_engine.collector import collector_paused
 from apu_engine.errors import FormatError
 from apu_engine.text import pretokenizers, spm
 from apu_engine.text.errors import TextError
@@ -47,7 +47,7 @@ class Tokenizer:
         self._tokens = vocabulary.tokens
         self._spm = vocabulary.kind == "llama"
         default_bos = vocabulary.bos_id is not None
-        with _collector_paused():
+        with collector_paused():
             if self._spm:
                 self._backend = _spm_backend(vocabulary)
             else:
@@ -192,18 +192,6 @@ def check_unicode(text: str, what: str) -> None:
         raise TextError(
             f"{what} holds a lone surrogate, U+{code:04X}, at character {error.start}; it is not valid Unicode"
         ) from None
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Half a million short-lived tuples would each bring the garbage collector nearer to walking all of them again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _bpe_backend(vocabulary: Vocabulary, kind: pretokenizers.Kind) -> tokenizers.Tokenizer:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +167,12 @@ def _entries(folder: Path, whole: bool) -> tuple[list[Path], list[int], dict[str
     weight_map = read_object(index, MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(index, "weight_map", f"expected an object of tensors and files, found {weight_map!r:.80}")
+    checked: set[str] = set()
     for name, file in weight_map.items():
-        _check_shard(index, name, file)
-    names = sorted(set(weight_map.values()))
+        if not isinstance(file, str) or file not in checked:
+            _check_shard(index, name, file)
+            checked.add(file)
+    names = sorted(checked)
     for name in names:
         if not (folder / name).exists():
             raise FormatError(
@@ -214,13 +216,6 @@ def _shards_without_index(folder: Path) -> list[str]:
 # ---------------------------------------------------------------- names
 
 
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    number: int
-    shard: int
-    entry: Entry
-
-
 class _Translation:
     """Tensors under the names that architectures ask for."""
 
@@ -228,6 +223,7 @@ class _Translation:
         self._family, self._hyper, self._entries = family, hyper, entries
         self._layers = hyper.integer("num_hidden_layers")
         self._skipped: dict[str, int] = {}
+        self._rules: dict[tuple[str, bool], tuple[str | Parts | None, str]] = {}
 
     def _fail(self, tensor: str, problem: str) -> FormatError:
         return FormatError(self._hyper.path.parent, f'tensor "{tensor}"', problem)
@@ -240,14 +236,14 @@ class _Translation:
 
     def tensors(self) -> dict[str, TensorRef]:
         out: dict[str, TensorRef] = {}
-        experts: dict[str, list[_Expert]] = {}
+        experts: dict[str, list[tuple[int, int, Entry]]] = {}  # (expert, shard, entry)
         for name, (shard, entry) in self._entries.items():
-            if (tower := _TOWER.match(name)) is not None:
-                self._skipped[tower[1]] = self._skipped.get(tower[1], 0) + entry.nbytes
-                continue
             match = _LAYER.fullmatch(name)
             assert match is not None
             layer, own = match[1], match[2]
+            if layer is None and (tower := _TOWER.match(name)) is not None:
+                self._skipped[tower[1]] = self._skipped.get(tower[1], 0) + entry.nbytes
+                continue
             if layer is not None and int(layer) >= self._layers:
                 continue  # of next-token prediction
             prefix = f"blk.{int(layer)}." if layer is not None else ""
@@ -255,13 +251,18 @@ class _Translation:
             if (expert := _EXPERT.search(own)) is not None:
                 number = int(expert[1])
                 own = f"{own[: expert.start()]}.experts.*.{own[expert.end() :]}"
-            for ours, ref in self._named(own, shard, entry, layer is not None):
-                if number is not None:
-                    experts.setdefault(prefix + ours, []).append(_Expert(number, shard, entry))
-                    continue
-                if prefix + ours in out:
-                    raise self._fail(name, f"is a second {prefix + ours}")
-                out[prefix + ours] = self._finished(prefix + ours, ref)
+            rule, suffix = self._rule(own, layer is not None)
+            if rule is None:
+                continue
+            if number is not None and isinstance(rule, str):
+                experts.setdefault(f"{prefix}{rule}{suffix}", []).append((number, shard, entry))
+                continue
+            parts = self._parts(rule, shard, entry) if isinstance(rule, Parts) else [(rule, self._ref(shard, entry))]
+            for part, ref in parts:
+                ours = f"{prefix}{part}{suffix}"
+                if ours in out:
+                    raise self._fail(name, f"is a second {ours}")
+                out[ours] = self._finished(ours, ref)
         out |= {name: self._stacked(name, found) for name, found in experts.items()}
         out |= {ref.name: ref for ref in self._family.tensors(self._hyper)}
         if self._hyper.get("tie_word_embeddings") is True:
@@ -270,26 +271,20 @@ class _Translation:
             raise self._fail("lm_head.weight", "is missing, and tie_word_embeddings is false")
         return out
 
-    def _named(self, own: str, shard: int, entry: Entry, in_layer: bool) -> Iterable[tuple[str, TensorRef]]:
-        """What stands in the tensor `own`: nothing when nobody asks for it."""
-        table = self._family.names if in_layer else self._family.outer
-        rule: str | Parts | None = table.get(own)
-        suffix = ""
-        if rule is None:
+    def _rule(self, own: str, in_layer: bool) -> tuple[str | Parts | None, str]:
+        """What the tensor `own` holds, and what follows our name; None when nobody asks for it."""
+        found = self._rules.get((own, in_layer))
+        if found is None:
+            table = self._family.names if in_layer else self._family.outer
+            found = table.get(own), ""
             module, dot, suffix = own.rpartition(".")
-            if suffix not in ("weight", "bias"):
-                return []
-            rule, suffix = table.get(module), dot + suffix
-        if rule is None:
-            return []
-        if isinstance(rule, Parts):
-            return [(name + suffix, ref) for name, ref in self._parts(rule, shard, entry)]
-        return [(rule + suffix, self._ref(shard, entry, entry.offset, entry.shape))]
+            if found[0] is None and suffix in ("weight", "bias"):
+                found = table.get(module), dot + suffix
+            self._rules[own, in_layer] = found
+        return found
 
-    def _ref(self, shard: int, entry: Entry, offset: int, shape: tuple[int, ...]) -> TensorRef:
-        dtype = self._dtype(entry)
-        nbytes = math.prod(shape) * GGML_TYPES[dtype].nbytes
-        return TensorRef(entry.name, dtype, shape, shard, offset, nbytes)
+    def _ref(self, shard: int, entry: Entry) -> TensorRef:
+        return TensorRef(entry.name, self._dtype(entry), entry.shape, shard, entry.offset, entry.nbytes)
 
     def _dtype(self, entry: Entry) -> int:
         if entry.dtype not in _TYPES:
@@ -304,7 +299,7 @@ class _Translation:
 
     def _parts(self, rule: Parts, shard: int, entry: Entry) -> Iterable[tuple[str, TensorRef]]:
         """Rows of (..., R, C) for each of the names; of a vector (R), elements."""
-        whole = self._ref(shard, entry, entry.offset, entry.shape)
+        whole = self._ref(shard, entry)
         vector = len(entry.shape) == 1
         *outer, rows, columns = (*entry.shape, 1) if vector else entry.shape
         count = len(rule.names)
@@ -344,24 +339,22 @@ class _Translation:
 
         return made(name, F32, ref.shape, f"norm + {offset:g}", add, [named])
 
-    def _stacked(self, name: str, found: list[_Expert]) -> TensorRef:
+    def _stacked(self, name: str, found: list[tuple[int, int, Entry]]) -> TensorRef:
         """(E, N, K) from one (N, K) per expert, wherever they lie."""
-        found.sort(key=lambda expert: expert.number)
-        first = found[0].entry
-        for number, expert in enumerate(found):
-            if expert.number != number:
-                problem = f"expert {number} of {name} is missing, or there twice; {len(found)} experts were found"
-                raise self._fail(expert.entry.name, problem)
-            if (expert.entry.dtype, expert.entry.shape) != (first.dtype, first.shape):
-                raise self._fail(
-                    expert.entry.name,
-                    f"is {expert.entry.dtype} {list(expert.entry.shape)}, expected {first.dtype} {list(first.shape)} "
-                    "as the first expert's",
-                )
+        found.sort(key=lambda item: item[0])
+        first = found[0][2]
         dtype, shape = self._dtype(first), first.shape
         if len(shape) != 2:
             raise self._fail(first.name, f"expected a matrix, found {list(shape)}")
         row_bytes = shape[1] * GGML_TYPES[dtype].nbytes
-        pieces = tuple(Extent(e.shard, e.entry.offset, shape[0], row_bytes, row_bytes) for e in found)
-        nbytes = len(found) * first.nbytes
-        return TensorRef(name, dtype, (len(found), *shape), pieces[0].shard, pieces[0].offset, nbytes, pieces)
+        pieces = []
+        for wanted, (number, shard, entry) in enumerate(found):
+            if number != wanted:
+                problem = f"expert {wanted} of {name} is missing, or there twice; {len(found)} experts were found"
+                raise self._fail(entry.name, problem)
+            if entry.dtype != first.dtype or entry.shape != shape:
+                problem = f"is {entry.dtype} {list(entry.shape)}, expected {first.dtype} {list(shape)}"
+                raise self._fail(entry.name, f"{problem} as the first expert's")
+            pieces.append(Extent(shard, entry.offset, shape[0], row_bytes, row_bytes))
+        at, nbytes = pieces[0], len(found) * first.nbytes
+        return TensorRef(name, dtype, (len(found), *shape), at.shard, at.offset, nbytes, tuple(pieces))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from apu_engine.collector import collector_paused
 from apu_engine.errors import FormatError
 from apu_engine.weights.gguf import open_gguf
 from apu_engine.weights.model_file import ModelFile
@@ -24,7 +25,8 @@ def open_model(path: str | os.PathLike[str], *, whole: bool = True) -> ModelFile
         from apu_engine.weights.folder import CONFIG, is_folder, open_folder
 
         if is_folder(folder):
-            return open_folder(folder, whole)
+            with collector_paused():
+                return open_folder(folder, whole)
         if folder != given and given.exists():
             raise FormatError(given, "", f"is one file of a model; its folder has no {CONFIG}, download that too")
     return open_gguf(given, whole=whole)

@@ -14,7 +14,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from apu_engine.errors import FormatError, MappingError
 from apu_engine.memory.files import open_regular
@@ -66,8 +66,7 @@ _OTHER_FILES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor: `nbytes` bytes at absolute `offset`; `shape` is row-major."""
 
     name: str
@@ -138,38 +137,44 @@ def _header(path: Path, size: int, raw: bytes, whole: bool) -> Header:
 
 
 def _entry(path: Path, name: str, value: Any, start: int, room: int) -> Entry:
-    def fail(what: str, problem: str) -> FormatError:
-        return FormatError(path, f'tensor "{name[:200]}"{what}', problem)
-
     if not name or len(name) > MAX_NAME or "\0" in name:
-        raise fail("", f"its name has {len(name)} characters or a NUL, expected 1 to {MAX_NAME} without")
+        raise _fail(path, name, "", f"its name has {len(name)} characters or a NUL, expected 1 to {MAX_NAME} without")
     if not isinstance(value, dict) or value.keys() != _ENTRY:
         found = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-        raise fail("", f"expected an object of {', '.join(sorted(_ENTRY))}, found {found[:200] or 'nothing'}")
+        wanted = ", ".join(sorted(_ENTRY))
+        raise _fail(path, name, "", f"expected an object of {wanted}, found {found[:200] or 'nothing'}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     bits = DTYPES.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise fail(" dtype", f"{dtype!r:.40} is unknown; expected one of {', '.join(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(dim) for dim in shape):
-        raise fail(" shape", f"expected at most {MAX_DIMS} sizes of 0 to 2^63-1, found {shape!r:.80}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise fail(" data_offsets", f"expected two offsets, found {offsets!r:.80}")
+        raise _fail(path, name, " dtype", f"{dtype!r:.40} is unknown; expected one of {', '.join(DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
+        raise _fail(path, name, " shape", f"expected at most {MAX_DIMS} sizes of 0 to 2^63-1, found {shape!r:.80}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _fail(path, name, " data_offsets", f"expected two offsets, found {offsets!r:.80}")
     begin, end = offsets
     if begin > end:
-        raise fail(" data_offsets", f"begin at {begin:,} and end before, at {end:,}")
+        raise _fail(path, name, " data_offsets", f"begin at {begin:,} and end before, at {end:,}")
     if end > room:
-        raise fail(
-            " data_offsets",
-            f"end at {end:,} of {room:,} bytes of data: the file is truncated or corrupt; download it again",
-        )
+        problem = f"end at {end:,} of {room:,} bytes of data: the file is truncated or corrupt; download it again"
+        raise _fail(path, name, " data_offsets", problem)
     total = math.prod(shape) * bits
-    if total % 8 or end - begin != total // 8:
-        raise fail(" data_offsets", f"hold {end - begin:,} bytes, but {dtype} {shape} takes {-(-total // 8):,}")
+    if total != 8 * (end - begin):
+        problem = f"hold {end - begin:,} bytes, but {dtype} {shape} takes {-(-total // 8):,}"
+        raise _fail(path, name, " data_offsets", problem)
     return Entry(name, dtype, tuple(shape), start + begin, end - begin)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_DIM
+def _fail(path: Path, name: str, what: str, problem: str) -> FormatError:
+    return FormatError(path, f'tensor "{name[:200]}"{what}', problem)
+
+
+def _are_sizes(values: Any) -> bool:
+    if not isinstance(values, list):
+        return False
+    for value in values:  # noqa: SIM110  a loop takes a third of the time of `all`, and there are 100,000 of them
+        if type(value) is not int or not 0 <= value <= MAX_DIM:
+            return False
+    return True
 
 
 def _check_cover(path: Path, entries: list[Entry], start: int, size: int | None) -> None:
