@@ -14,9 +14,9 @@ UNFIT = 78  # EX_CONFIG of sysexits.h: a supervisor does not try again
 
 
 class ApuError(Exception):
-    """Base of all errors that apu_engine raises on purpose. `status` is the exit status of a command that it ends."""
+    """Base of all errors that apu_engine raises on purpose. `exit_status` is that of a command which it ends."""
 
-    status = 1
+    exit_status = 1
 
 
 class FormatError(ApuError):
@@ -65,19 +65,19 @@ class MappingError(ApuError):
 class BudgetError(ApuError):
     """Memory does not suffice: the message gives needed and available bytes and the remedies."""
 
-    status = UNFIT
+    exit_status = UNFIT
 
 
 class GpuError(ApuError):
     """A GPU that is there, or that was asked for, cannot be used: the message says why, and what to do."""
 
-    status = UNFIT
+    exit_status = UNFIT
 
 
 class ConfigError(ApuError):
     """An option, environment variable or argument has a bad value. `option` is its name."""
 
-    status = 2
+    exit_status = 2
 
     def __init__(self, message: str, option: str = "") -> None:
         super().__init__(message, option)

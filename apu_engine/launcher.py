@@ -56,11 +56,11 @@ STOP_DEADLINE_S = 30.0
 
 
 class Ended(ApuError):
-    """The server ended while it was starting. `status` is its exit status, which is ours then."""
+    """The server ended while it was starting. Its exit status is ours then."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status = status
+        self.exit_status = status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(args)
     except (ApuError, OSError) as error:
         print(f"rocm_start_server: {error}", file=sys.stderr)
-        return error.status if isinstance(error, ApuError) else 1
+        return error.exit_status if isinstance(error, ApuError) else 1
     except KeyboardInterrupt:
         return 130
 

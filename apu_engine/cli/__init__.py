@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             traceback.print_exc()
         if isinstance(error, ApuError):
-            return _fail(str(error), error.status)
+            return _fail(str(error), error.exit_status)
         if hasattr(error, "format_message"):  # typer's usage errors, whichever click they come from
             return _fail(_usage(error), 2)
         if isinstance(error, OSError):

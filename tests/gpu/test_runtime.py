@@ -13,7 +13,7 @@ from hip_double import library
 
 from apu_engine import runtime
 from apu_engine.device import pick_device
-from apu_engine.errors import ConfigError
+from apu_engine.errors import GpuError
 from apu_engine.memory.machine import Machine
 from apu_engine.runtime import Chosen, Copy, choose, installed
 
@@ -119,7 +119,7 @@ def test_copies_are_tried_in_processes_of_their_own(
     assert f"{broken}, 7.2.0, was passed over: " in done.stdout
     good.unlink()
     put(root, "opt/rocm-7.1.0/lib/libamdhip64.so.7")
-    with pytest.raises(ConfigError, match=rf"{broken} cannot be loaded: .*; {good}: "):
+    with pytest.raises(GpuError, match=rf"{broken} cannot be loaded: .*; {good}: "):
         pick_device("hip")
 
 
