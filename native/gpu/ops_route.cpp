@@ -10,10 +10,12 @@ namespace apu::gpu {
 namespace {
 
 constexpr uint32_t kFewRows = 4;
+constexpr uint32_t kBlocksOfUnit = 2;
 
 class Route final : public Op {
 public:
-  Route(Builder &b, const apu_op &op) : in_(*b.info().tensor(op.in[0])), wave_(b.props().wave_size) {
+  Route(Builder &b, const apu_op &op)
+      : in_(*b.info().tensor(op.in[0])), wave_(b.props().wave_size), units_(b.props().compute_units) {
     const uint32_t d = uint32_t(in_.inner);
     args_.count = {b.step().counts, in_.d.rows, uint32_t(in_.rows)};
     args_.router = b.matrix(op.w[1]);
@@ -56,10 +58,20 @@ public:
     const uint32_t rows = bucket.of(in_);
     if (rows == 0) return;
     const bool many = rows > kFewRows;
-    const uint32_t experts = kRouteThreads / wave_ / args_.parts * (many && fast_ ? kRouteManyExperts : 1);
-    const Dim grid = {(args_.router.rows + experts - 1) / experts,
-                      many ? (rows + kRouteManyRows - 1) / kRouteManyRows : rows};
+    const uint32_t row_blocks = many ? (rows + kRouteManyRows - 1) / kRouteManyRows : rows;
+    const auto expert_blocks = [&](uint32_t share) {
+      const uint32_t experts = kRouteThreads / wave_ / share * (many && fast_ ? kRouteManyExperts : 1);
+      return (args_.router.rows + experts - 1) / experts;
+    };
+    // With enough blocks to fill the device, the fewer waves share an expert the more experts share the reading of
+    // rows.
+    uint32_t share = args_.parts;
+    while (many && fast_ && share > 1 &&
+           uint64_t(expert_blocks(share / 2)) * row_blocks >= kBlocksOfUnit * uint64_t(units_))
+      share /= 2;
+    const Dim grid = {expert_blocks(share), row_blocks};
     RouteArgs args = args_;
+    args.share = share;
     args.scores = launcher.scratch_as<float>(Scratch::scores);
     if (!many && one_) args.counters = launcher.scratch_as<uint32_t>(Scratch::counters);
     launcher.launch(many ? many_ : few_, grid, kRouteThreads, args);
@@ -68,7 +80,7 @@ public:
 
 private:
   const Tensor &in_; // (T, D)
-  uint32_t wave_;
+  uint32_t wave_, units_;
   bool fast_ = false; // rows at multiples of four columns
   bool one_ = false;  // few enough experts that the last block of products chooses
   Kernel few_, many_, choose_;

@@ -26,9 +26,17 @@ def count(shim: Shim, rows: int) -> Any:
 
 
 def products(
-    shim: Shim, kernel: str, dtype: Q, router: Array, x: Array, norm: Array | None, parts: int, align: int = 16
+    shim: Shim,
+    kernel: str,
+    dtype: Q,
+    router: Array,
+    x: Array,
+    norm: Array | None,
+    parts: int,
+    align: int = 16,
+    share: int = 0,
 ) -> Array:
-    """(T, E); the grid covers more rows than there are."""
+    """(T, E); the grid covers more rows than there are; `share` waves have an expert's parts, by default one each."""
     n, row_bytes = router.shape
     many = kernel.endswith("many")
     experts = 4 if kernel in ("route_scores_f32_many", "route_scores_f16_many") else 1
@@ -49,9 +57,10 @@ def products(
         scores=scores,
         eps=1e-6,
         parts=parts,
+        share=share or parts,
         **{"in": shim.input(np.concatenate([x, x[:1]]))},  # memory holds the bucket's rows
     )
-    block = THREADS // shim.wave // parts * experts
+    block = THREADS // shim.wave // (share or parts) * experts
     shim.launch(kernel, (-(-n // block), len(x) // 8 + 1 if many else len(x) + 1), THREADS, args)
     shim.clear()
     assert np.isnan(scores.array[-1]).all()
@@ -79,9 +88,10 @@ def test_products_of_aligned_rows(shims: list[Shim], dtype: Q, d: int, experts: 
     for shim in shims:
         for parts in (1, 2, THREADS // shim.wave):
             few = products(shim, name, dtype, router.view(np.uint8), x, norm, parts)
-            many = products(shim, f"{name}_many", dtype, router.view(np.uint8), x, norm, parts)
             np.testing.assert_allclose(few, want, atol=2e-6 * np.abs(want).max() + 1e-6 * np.sqrt(d))
-            assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
+            for share in {1, max(parts // 2, 1), parts}:
+                many = products(shim, f"{name}_many", dtype, router.view(np.uint8), x, norm, parts, share=share)
+                assert np.array_equal(few.view(np.uint32), many.view(np.uint32))
 
 
 @pytest.mark.parametrize("dtype", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_K, Q.MXFP4], ids=lambda dtype: dtype.name)

@@ -22,7 +22,8 @@ struct RouteArgs {
   float *weights;    // (T, k)
   u32 *counters;     // (T) of blocks that ended a row, or null: route_choose follows
   float eps;
-  u32 parts; // waves that share an expert's columns: a power of two, at most a block's
+  u32 parts; // of an expert's columns, each a wave's sum: a power of two, at most a block's waves
+  u32 share; // waves that have an expert's parts, a divisor of `parts`; route_scores_f32_many, route_scores_f16_many
   u32 k;
   u32 score;  // APU_SCORE_*
   u32 divide; // by their sum, or `floor` if that is more

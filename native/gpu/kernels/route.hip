@@ -88,14 +88,17 @@ APU_DEVICE void sum_columns(const RouteArgs &a, u32 part, const u8 *const *w, co
   }
 }
 
-// Scores of `Rows` rows from block_id_y() * Rows on, and `Experts` experts a wave. False where all rows are beyond the
-// count, which is looked at first where there are several: memory holds the rows of every bucket.
+// Scores of `Rows` rows from block_id_y() * Rows on, and `Experts` experts of a.share waves, which take the parts in
+// turn. False where all rows are beyond the count, which is looked at first where there are several: memory holds the
+// rows of every bucket.
 template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route_scores(const RouteArgs &a) {
-  APU_SHARED float sums[Rows * (Experts + 1)][kRouteWaves];
+  constexpr bool turns = Experts > 1; // else all parts run at once
+  APU_SHARED float sums[Rows * (Experts + 1)][turns ? kRouteWaves * kRouteWaves : kRouteWaves]; // (groups, parts)
   const u32 rows = count_rows(a.count), t0 = block_id_y() * Rows;
   if (Rows > 1 && t0 >= rows) return false;
   const u32 d = a.router.k, experts = a.router.rows;
-  const u32 part = wave_id() % a.parts, group = wave_id() / a.parts, groups = kRouteWaves / a.parts;
+  const u32 share = turns ? a.share : a.parts;
+  const u32 group = wave_id() / share, groups = kRouteWaves / share;
   const u32 e0 = (block_id() * groups + group) * Experts;
   const u8 *w[Experts];
   const float *x[Rows];
@@ -104,20 +107,28 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route
 #pragma unroll
   for (u32 t = 0; t < Rows; ++t) x[t] = a.in + u64(Rows == 1 || t0 + t < rows ? t0 + t : rows - 1) * d;
 
-  float sum[Rows][Experts] = {}, squares[Rows] = {};
-  if (a.norm)
-    sum_columns<Columns, Rows, Experts, Batch, true>(a, part, w, x, sum, squares);
-  else
-    sum_columns<Columns, Rows, Experts, Batch, false>(a, part, w, x, sum, squares);
+  const auto sum_part = [&](u32 part) {
+    float sum[Rows][Experts] = {}, squares[Rows] = {};
+    if (a.norm)
+      sum_columns<Columns, Rows, Experts, Batch, true>(a, part, w, x, sum, squares);
+    else
+      sum_columns<Columns, Rows, Experts, Batch, false>(a, part, w, x, sum, squares);
+    float products[Rows * Experts];
 #pragma unroll
-  for (u32 t = 0; t < Rows; ++t) {
-#pragma unroll
-    for (u32 e = 0; e < Experts; ++e) {
-      const float s = wave_sum(sum[t][e]);
-      if (lane_id() == 0) sums[t * Experts + e][wave_id()] = s;
-    }
-    const float s = wave_sum(squares[t]);
-    if (lane_id() == 0) sums[Rows * Experts + t][wave_id()] = s;
+    for (u32 i = 0; i < Rows * Experts; ++i) products[i] = sum[i / Experts][i % Experts];
+    constexpr u32 lanes = kWaveSize / (Rows * Experts), square_lanes = kWaveSize / Rows; // that get the same sum
+    const u32 lane = lane_id(), column = group * a.parts + part;
+    const float product = wave_sums(products);
+    if (lane % lanes == 0) sums[lane / lanes][column] = product;
+    if (!a.norm) return;
+    const float square = wave_sums(squares);
+    if (lane % square_lanes == 0) sums[Rows * Experts + lane / square_lanes][column] = square;
+  };
+  u32 part = wave_id() % share;
+  sum_part(part);
+  if constexpr (turns) {
+#pragma unroll 1
+    for (part += share; part < a.parts; part += share) sum_part(part);
   }
   block_sync();
   for (u32 i = thread_id(); i < groups * Rows * Experts; i += kRouteThreads) {
@@ -127,7 +138,7 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route
     float s = 0, square = 0;
     for (u32 p = 0; p < a.parts; ++p) {
       s += sums[t * Experts + e][g * a.parts + p];
-      square += sums[Rows * Experts + t][g * a.parts + p];
+      if (a.norm) square += sums[Rows * Experts + t][g * a.parts + p];
     }
     if (a.norm) s *= 1.0f / sqrt_f32(square / float(d) + a.eps);
     a.scores[u64(t0 + t) * experts + expert] = s;
