@@ -138,6 +138,18 @@ def test_exact_precision(levels: tuple[Level, ...], dtype: Q, k: int) -> None:
             assert np.array_equal(bits(found), bits(expected[:rows])), f"{level.name}, {rows} rows"
 
 
+@pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("n", [3, 4, 7])
+def test_float_rows_longer_than_the_first_cache(levels: tuple[Level, ...], dtype: Q, n: int) -> None:
+    """One row of activations takes four rows of weights together there: the same bits as many rows."""
+    w, x = random_weights(dtype, n, 6177), random_activations(6, 6177)
+    expected = levels[0].matmul(dtype, w, x, EXACT)
+    for level in levels:
+        for rows in (1, 2, 6):
+            found = level.matmul(dtype, w, x[:rows], EXACT)
+            assert np.array_equal(bits(found), bits(expected[:rows])), f"{level.name}, {rows} rows"
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.name)
 def test_unit_vectors_read_the_weights(levels: tuple[Level, ...], dtype: Q) -> None:
     """With exact precision and one-hot rows the product is the dequantised matrix itself, at every level."""
