@@ -1,13 +1,13 @@
 """Part of gpu_bench.py: latent attention and matrices of heads at the shapes of DeepSeek V2-Lite, V3 and V4 Flash.
 
-An op's time is the difference between plans of many layers and of few, each with caches or matrices of its own, so that
-no cache helps and nothing around the ops counts. One row of a long context, and 512 rows of one sequence.
+An op's time is the difference between many ops and few, which take caches or matrices in turn, so that no cache helps
+and nothing around the ops counts. One row of a long context, and 512 rows of one sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from device_plans import DeviceArrays, planned
@@ -15,15 +15,16 @@ from device_plans import DeviceArrays, planned
 from apu_engine._native import PAGE_TOKENS, Device
 from apu_engine.plan.builder import PlanBuilder
 from apu_engine.plan.plan import Plan
-from apu_engine.plan.spec import Limits, Tensor
+from apu_engine.plan.spec import Limits, State, Tensor
 from apu_engine.weights.ggml_types import GGML_TYPES
 
 KEY, VALUE = 576, 512
 ROWS = 512  # of a prefill
-LAYERS, FEW = 24, 4
+LAYERS = 24  # caches or matrices that take turns
+ROUNDS = 8  # of few rows: an op takes microseconds, the start of a plan more than some ops
 
 Timer = Callable[[Plan, Any, int, int], float]
-Add = Callable[[PlanBuilder, DeviceArrays, Tensor], None]
+Given = TypeVar("Given")
 
 
 class Attention(NamedTuple):
@@ -85,11 +86,14 @@ def time_attention(device: Device, timed: Timer, a: Attention) -> Measured:
     block = GGML_TYPES[type_number(a.type)]
     pages = -(-a.context // PAGE_TOKENS)
 
-    def add(b: PlanBuilder, _: DeviceArrays, q: Tensor) -> None:
-        b.latent_attention(q, b.latent_cache(0, 0, pages, type_number(a.type)), KEY**-0.5)
+    def cache(b: PlanBuilder, _: DeviceArrays) -> tuple[State]:
+        return b.latent_cache(0, 0, pages, type_number(a.type))
+
+    def attend(b: PlanBuilder, q: Tensor, given: tuple[State]) -> None:
+        b.latent_attention(q, given, KEY**-0.5)
 
     dims = {"D": a.heads * KEY, "H": a.heads, "K": 1, "d": KEY, "Rk": VALUE, "V": 1}
-    seconds = time_op(device, timed, dims, a.context, a.rows, LAYERS if a.rows == 1 else 2 * FEW, add)
+    seconds = time_op(device, timed, dims, a.context, a.rows, cache, attend)
     seen = a.rows * (2 * a.context - a.rows + 1) // 2
     flops = 2 * a.heads * (KEY + VALUE) * seen
     nbytes = a.context * KEY // block.elements * block.nbytes
@@ -102,30 +106,41 @@ def time_heads(device: Device, timed: Timer, h: Heads) -> Measured:
     nbytes = h.heads * h.n * h.k // block.elements * block.nbytes
     packed = np.random.default_rng(1).integers(1, 60, nbytes, dtype=np.uint8)
 
-    def add(b: PlanBuilder, arrays: DeviceArrays, x: Tensor) -> None:
-        matrix = b.weight(arrays.add(f"w{b.layer}", packed, number, shape), " ".join(map(str, shape)))
-        b.head_matmul("out", x, matrix, f"T {h.heads * (h.n + h.rest)}", across=h.across)
+    def matrix(b: PlanBuilder, arrays: DeviceArrays) -> Tensor:
+        return b.weight(arrays.add(f"w{b.layer}", packed, number, shape), " ".join(map(str, shape)))
+
+    def multiply(b: PlanBuilder, x: Tensor, given: Tensor) -> None:
+        b.head_matmul("out", x, given, f"T {h.heads * (h.n + h.rest)}", across=h.across)
 
     dims = {"D": h.heads * (h.k + h.rest), "H": h.heads, "K": 1, "d": KEY, "V": 1}
-    layers = LAYERS if h.rows == 1 else 2 * FEW
-    seconds = time_op(device, timed, dims, max(h.rows, PAGE_TOKENS), h.rows, layers, add)
+    seconds = time_op(device, timed, dims, max(h.rows, PAGE_TOKENS), h.rows, matrix, multiply)
     name = f"{h.heads} x {h.k}x{h.n} across" if h.across else f"{h.heads} x {h.n}x{h.k}"
     shown = name if h.rows == 1 else f"{h.rows} x {name}"
     return Measured("heads", h.type, shown, seconds, nbytes, 2 * h.rows * h.heads * h.n * h.k, h.rows)
 
 
 def time_op(
-    device: Device, timed: Timer, dims: dict[str, int], context: int, rows: int, layers: int, add: Add
+    device: Device,
+    timed: Timer,
+    dims: dict[str, int],
+    context: int,
+    rows: int,
+    make: Callable[[PlanBuilder, DeviceArrays], Given],
+    add: Callable[[PlanBuilder, Tensor, Given], None],
 ) -> float:
     """Seconds of one op for the last rows of a context."""
+    ops = LAYERS * ROUNDS if rows <= 8 else 8
     with DeviceArrays(device) as arrays:
         b = PlanBuilder(arrays, Limits(rows, 1, 1, context, 1), dims)
         draw = np.random.default_rng(1)
         table = b.weight(arrays.add("table", draw.standard_normal((1, dims["D"])).astype(np.float32)), "V D")
         norm = b.weight(arrays.add("norm", np.ones(dims["D"], np.float32)), "D")
         x = b.embed(table)
-        for b.layer in range(layers):
-            add(b, arrays, x)
+        given: list[Given] = []
+        for b.layer in range(ops):
+            if b.layer < LAYERS:
+                given.append(make(b, arrays))
+            add(b, x, given[b.layer % LAYERS])
         b.layer = -1
         b.sample(b.matmul(["logits"], b.gather_norm(x, norm, 1e-5), [table])[0])
         with planned(device, b) as plan:
@@ -137,8 +152,8 @@ def time_op(
             step = plan.new_step()
             step.add_sequence([0] * rows, context - rows, [np.arange(pages, dtype=np.uint32)] if nbytes else [])
             timed(plan, step, 0, 1)
-            few = layers // 2
-            return (timed(plan, step, 1, 1 + layers) - timed(plan, step, 1, 1 + few)) / (layers - few)
+            few = ops // 2
+            return (timed(plan, step, 1, 1 + ops) - timed(plan, step, 1, 1 + few)) / (ops - few)
 
 
 def type_number(name: str) -> int:

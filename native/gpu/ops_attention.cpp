@@ -161,7 +161,7 @@ private:
     combine_ = b.kernel("latent_combine");
     split(args_, args_.vectors, 1);
     args_.min_rows = 1, args_.max_rows = kFewRows;
-    args_.span_rows = 2 * latent_rows(args_.vectors);
+    args_.span_rows = kLatentUnit;
     args_.slot_floats = part_floats(args_.vectors, dv);
     // So many that a row alone fills the device.
     const uint32_t blocks = std::max(b.props().lds_of_unit / std::max(span_lds_, 1u), 1u) * b.props().compute_units;

@@ -155,7 +155,7 @@ class Case:
             args.spans, together = self.most_spans, min(rows, self.slots // (self.most_spans * chunks))
             for args.first in range(0, rows, together):
                 shim.launch(self.kernel, (together * args.spans, chunks), self.threads, args, lds)
-                shim.launch("latent_combine", (together * chunk_heads, chunks), 128, args)
+                shim.launch("latent_combine", (together * chunk_heads, chunks), 512, args)
         elif self.kind in LATENT_TILES:
             shim.launch(self.kernel, (rows // chunk_rows + len(spans), chunks), self.threads, args, lds)
         else:

@@ -129,7 +129,7 @@ constexpr u32 kLatentWaves = 8;
 constexpr u32 kLatentKey = 576, kLatentValue = 512; // elements, at most
 constexpr u32 kLatentStride = kLatentKey + 8;
 constexpr u32 kLatentUnit = 64;      // spans begin at multiples
-constexpr u32 kCombineThreads = 128; // a thread adds up four elements
+constexpr u32 kCombineThreads = 512; // a thread adds up four elements, of a quarter of the spans
 
 constexpr u32 latent_rows(u32 vectors) { // of a tile
   return vectors == 16 ? 32 : 64;

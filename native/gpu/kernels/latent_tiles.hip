@@ -82,52 +82,75 @@ template <u32 Type, u32 Vectors> APU_DEVICE void latent_tiles(const AttentionArg
   });
 }
 
-// A block adds up one head of one row: four elements a thread, the spans in their order, some at once.
+// A block adds up one head of one row: four elements a thread, a quarter of the spans for each quarter of the threads,
+// some at once in their order; then the quarters.
+struct Sums {
+  float max, sum;
+  Floats<4> values;
+};
 APU_KERNEL(kCombineThreads) void latent_combine(AttentionArgs a) {
-  constexpr u32 together = 16;
+  constexpr u32 together = 16, quarter = kLatentValue / 4;
+  static_assert(kCombineThreads == 4 * quarter);
+  APU_SHARED Sums quarters[4][quarter];
   const SequenceItems mine = sequence_items(a, 0);
   const Survey survey = survey_step(a, mine);
   const u32 index = a.first + block_id() / a.chunk_heads, dv = a.v_state.head_size;
   if (index >= survey.items) return;
   const Item item = find_item(a, survey, mine, index);
-  const u32 v = block_id() % a.chunk_heads, head = item.first_head + v, m = 4 * thread_id();
+  const u32 v = block_id() % a.chunk_heads, head = item.first_head + v;
   const LatentSpans spans = LatentSpans::of(a, item.position);
   if (v >= item.heads || spans.count == 1) return;
+  const u32 own = thread_id() / quarter, place = thread_id() % quarter, m = 4 * place;
+  const u32 each = (spans.count + 3) / 4, end = (own + 1) * each < spans.count ? (own + 1) * each : spans.count;
   const float *part = latent_part(a, index, block_id_y(), 0);
-  const float *own = part + v * dv + (m < dv ? m : 0), *last = part + a.vectors * dv + v;
-  float max = kMinusInfinity, sum = 0.0f;
-  Floats<4> total = {};
-  for (u32 begin = 0; begin < spans.count; begin += together) {
+  const float *values = part + v * dv + (m < dv ? m : 0), *ends = part + a.vectors * dv + v;
+  Sums all = {kMinusInfinity, 0.0f, {}};
+  for (u32 begin = own * each; begin < end; begin += together) {
     float maxima[together], sums[together];
     Floats<4> x[together];
 #pragma unroll
     for (u32 j = 0; j < together; ++j) {
-      const u32 s = begin + j < spans.count ? begin + j : begin;
-      maxima[j] = last[u64(s) * a.slot_floats];
-      sums[j] = last[u64(s) * a.slot_floats + a.vectors];
-      x[j] = load_floats<4>(own + u64(s) * a.slot_floats);
+      const u64 at = u64(begin + j < end ? begin + j : begin) * a.slot_floats;
+      maxima[j] = ends[at];
+      sums[j] = ends[at + a.vectors];
+      x[j] = load_floats<4>(values + at);
     }
-    float most = max;
+    float most = all.max;
 #pragma unroll
     for (u32 j = 0; j < together; ++j) most = max_f32(most, maxima[j]);
-    const float shrink = exp_f32(max - most);
-    max = most;
-    sum *= shrink;
+    const float shrink = exp_f32(all.max - most);
+    all.max = most;
+    all.sum *= shrink;
 #pragma unroll
-    for (u32 e = 0; e < 4; ++e) total.v[e] *= shrink;
+    for (u32 e = 0; e < 4; ++e) all.values.v[e] *= shrink;
 #pragma unroll
     for (u32 j = 0; j < together; ++j) {
-      if (begin + j >= spans.count) continue;
+      if (begin + j >= end) continue;
       const float weight = exp_f32(maxima[j] - most);
-      sum = fma_f32(weight, sums[j], sum);
+      all.sum = fma_f32(weight, sums[j], all.sum);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) total.v[e] = fma_f32(weight, x[j].v[e], total.v[e]);
+      for (u32 e = 0; e < 4; ++e) all.values.v[e] = fma_f32(weight, x[j].v[e], all.values.v[e]);
     }
   }
-  const float factor = final_factor(a, head, max, sum);
+  quarters[own][place] = all;
+  block_sync();
+  if (own > 0 || m >= dv) return;
+  float most = all.max, sum = 0.0f;
+  Floats<4> total = {};
+#pragma unroll
+  for (u32 w = 1; w < 4; ++w) most = max_f32(most, quarters[w][place].max);
+#pragma unroll
+  for (u32 w = 0; w < 4; ++w) {
+    const Sums x = quarters[w][place];
+    const float weight = exp_f32(x.max - most);
+    sum = fma_f32(weight, x.sum, sum);
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) total.v[e] = fma_f32(weight, x.values.v[e], total.v[e]);
+  }
+  const float factor = final_factor(a, head, most, sum);
 #pragma unroll
   for (u32 e = 0; e < 4; ++e) total.v[e] *= factor;
-  if (m < dv) store_floats<4>(a.out + (u64(item.row) * a.heads + head) * dv + m, total);
+  store_floats<4>(a.out + (u64(item.row) * a.heads + head) * dv + m, total);
 }
 
 #define APU_LATENT_TILES(name, type, vectors)                                                                          \
