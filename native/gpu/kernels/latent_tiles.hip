@@ -5,7 +5,8 @@
 // takes 16 or 64 vectors, heads of several rows where there are fewer heads, and all that they see.
 //
 // Bytes: the latent rows once for each block that needs them, from memory or cache; parts of vectors x (value + 2)
-// floats are written and read once. 2 x (key + value) operations for each row and vector.
+// floats are written and read once. 2 x (key + value) operations for each row and vector. Measured on an H200: .37 of
+// torch's bf16 product over 512 rows; docs/kernels.md has single rows.
 #include "latent_tile.h"
 
 namespace apu::gpu {
