@@ -81,6 +81,22 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
+# Kernels compile while pip installs. They go beside libapu.so, where an editable installation looks. Says what it
+# compiles; silent when all is current.
+[ $test = 0 ] || [ "$targets" != auto ] || targets=gfx1151,gfx1201,gfx90a
+[ $cpu_only = 0 ] || targets=none
+.venv/bin/python native/gpu/build_kernels.py --targets "$targets" --out build/editable/kernels --apt 9<&- &
+kernels=$!
+trap '[ -z "$kernels" ] || kill "$kernels" 2>/dev/null || true' EXIT
+finish_kernels() {
+  local failed=0
+  wait "$kernels" || failed=1
+  kernels=
+  [ $failed = 1 ] || return 0
+  [ "$targets" = auto ] || die "GPU kernels could not be built (--cpu-only goes without)"
+  say "GPU KERNELS WERE NOT BUILT, for the reason above: only the CPU backend works until ./build.sh succeeds"
+}
+
 # A stamp per extra holds the compiler and a digest of all that the installation is made from.
 sources() {
   find native CMakeLists.txt pyproject.toml apu_engine/_native -type f ! -path 'native/gpu/kernels/*.hip' \
@@ -100,16 +116,7 @@ install_extra() { # EXTRA SPEC
 }
 if [ $test = 1 ]; then install_extra test '.[test]'; else install_extra base .; fi
 
-# Beside libapu.so, where an editable installation looks. Says what it compiles; silent when all is current.
-[ $test = 0 ] || [ "$targets" != auto ] || targets=gfx1151,gfx1201,gfx90a
-[ $cpu_only = 0 ] || targets=none
-if ! .venv/bin/python native/gpu/build_kernels.py --targets "$targets" --out build/editable/kernels --apt; then
-  [ "$targets" = auto ] || die "GPU kernels could not be built (--cpu-only goes without)"
-  say "GPU KERNELS WERE NOT BUILT, for the reason above: only the CPU backend works until ./build.sh succeeds"
-fi
-
-[ $test = 1 ] || exit 0
-exec 9<&- # tests may run this script
+if [ $test = 0 ]; then finish_kernels; exit 0; fi
 say "small test models"
 .venv/bin/python scripts/fetch_model.py smollm2-135m-instruct gemma3-270m
 say "ruff, clang-format, mypy"
@@ -117,5 +124,9 @@ say "ruff, clang-format, mypy"
 .venv/bin/ruff format --check .
 git ls-files '*.h' '*.cpp' '*.hip' 2>/dev/null | xargs -r .venv/bin/clang-format --dry-run --Werror
 .venv/bin/mypy
-say "tests"
-exec .venv/bin/python -m pytest "${pytest_args[@]}"
+finish_kernels
+exec 9<&- # tests may run this script
+workers=$(.venv/bin/python -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+say "tests, by $workers processes"
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 # the oracles' libraries leave processors to the others
+exec .venv/bin/python -m pytest -n "$workers" --dist worksteal "${pytest_args[@]}"
