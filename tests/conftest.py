@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
 
 settings.register_profile("apu", deadline=None)  # a machine that stalls for a moment is no failure
 settings.load_profile("apu")
+
+
+def pytest_collection_finish() -> None:
+    """What imports and the collection made stays: the collector of garbage need not go through it at every turn."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
