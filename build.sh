@@ -12,7 +12,8 @@ Usage: ./build.sh [--test [PYTEST ARGS]] [--cpu-only] [--targets LIST] [--clean]
   (none)          make .venv, build libapu.so, install apu_engine into .venv in editable form, and build the kernels
                   of this machine's GPU (without a GPU gfx1151's, where there is a compiler for them)
   --test          also install the test extra, fetch the small test models (0.35 GB) and run all checks and tests;
-                  what follows --test is handed to pytest. The extra has torch 2.13.0, of which the CPU build will
+                  what follows --test is handed to pytest. Up to four processes share the tests; after --test
+                  -n 0 means one. The extra has torch 2.13.0, of which the CPU build will
                   do: 0.2 GB, where the default one is 0.5 GB and brings CUDA libraries (pip's extra-index-url
                   or find-links setting says where the CPU build is)
   --cpu-only      build no kernels for GPUs

@@ -1,10 +1,15 @@
-"""Fixtures that all tests share: one device for the session, tiny models written once."""
+"""Fixtures that all tests share: one device for the session, tiny models written once.
+
+Where several processes share the tests (pytest -n), one that is marked `alone` waits until the others have finished a
+test, and they wait for it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,25 @@ from models import TinyModel, tiny_gemma3_gguf, tiny_llama_gguf, tiny_qwen3_gguf
 
 settings.register_profile("apu", deadline=None)  # a machine that stalls for a moment is no failure
 settings.load_profile("apu")
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if not hasattr(item.config, "workerinput"):  # the only process
+        return (yield)
+    alone = item.get_closest_marker("alone") is not None
+    with (BUILD / "turn.lock").open("w") as turn, (BUILD / "tests.lock").open("w") as tests:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits for the others is next
+        fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:  # children may have the files open still
+            fcntl.flock(tests, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_UN)
 
 
 def pytest_collection_finish() -> None:

@@ -154,6 +154,7 @@ def test_prompt_over_the_context(server: Server) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.alone
 def test_leaving_in_prefill_and_decode(server: Server) -> None:
     long = [{"role": "user", "content": "word " * 1900}]
     for messages, leave_when in ((long, "prefill"), (QUESTION, "decode")):

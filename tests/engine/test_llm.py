@@ -294,6 +294,7 @@ def test_leaving_a_stream_cancels_it(tmp_path: Path) -> None:
         assert llm.generate([5], 2, ignore_eos=True).finish_reason == "length"
 
 
+@pytest.mark.alone
 def test_cancel_in_a_long_prefill_acts_at_once(tmp_path: Path) -> None:
     path = tiny_llama_gguf(tmp_path / "m.gguf", layers=4, D=128, H=4, K=4, F=512, context=2048).path
     with LLM(path, ctx=2048, batch=2048, threads=1) as llm:

@@ -46,12 +46,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.alone
 def test_barriers_cost_less_than_small_ops(small: Path) -> None:
     """Sleeping at every barrier instead of spinning would make steps some seven times slower."""
     one, two = best_times(small, 1), best_times(small, 2)
     assert two.sum() < 3 * one.sum()
 
 
+@pytest.mark.alone
 def test_near_empty_ops_stay_on_one_worker(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     tiny_llama_gguf(path, layers=12)

@@ -94,6 +94,7 @@ def test_off() -> None:
     dog.close()
 
 
+@pytest.mark.alone
 def test_the_cost_of_a_step() -> None:
     """Decode steps take milliseconds: watching one takes microseconds."""
     dog = Watchdog(60, (), Ending())

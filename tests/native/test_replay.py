@@ -31,6 +31,7 @@ def wait(event: object, timeout_us: int = -1) -> None:
     check(lib.apu_event_wait(event, timeout_us))
 
 
+@pytest.mark.alone
 def test_submit_returns_at_once_and_wait_times_out(device: Device) -> None:
     with heavy().build(device) as plan:
         start = time.perf_counter()
@@ -47,6 +48,7 @@ def test_submit_returns_at_once_and_wait_times_out(device: Device) -> None:
             wait(event)
 
 
+@pytest.mark.alone
 def test_cancel_acts_within_100_ms_and_spares_what_comes_after(device: Device) -> None:
     rig = heavy()
     with rig.build(device) as plan:
@@ -61,6 +63,7 @@ def test_cancel_acts_within_100_ms_and_spares_what_comes_after(device: Device) -
         plan.run(Step().sequence([3]), 0, 5)
 
 
+@pytest.mark.alone
 def test_destroy_cancels_and_waits() -> None:
     with Device("cpu", threads=2) as device:
         plan = heavy().build(device)
@@ -110,6 +113,7 @@ def test_two_plans_and_threads_share_a_device() -> None:
         assert not errors, errors[0]
 
 
+@pytest.mark.alone
 def test_idle_workers_use_no_cpu() -> None:
     with Device("cpu", threads=4) as device:
         rig = Rig()

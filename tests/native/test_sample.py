@@ -216,6 +216,7 @@ def test_known_random_numbers(device: Device) -> None:
         assert sample(plan, temperature=1.0, seed=0, draw=0, position=0) == int(u * size)
 
 
+@pytest.mark.alone
 def test_big_vocabulary_is_fast(device: Device) -> None:
     """Greedy and top_k sampling over 262,144 logits: no full sort. Generous bounds; a sort takes 20 ms."""
     import time

@@ -76,6 +76,7 @@ def test_limits_and_wrong_buffers(break_it: Any) -> None:
         break_it(_step())
 
 
+@pytest.mark.alone
 def test_a_decode_step_is_filled_in_well_under_100_us() -> None:
     step = Step(Limits(512, 8, 64, 8192, 49152), 1, 576)
     pages = np.arange(40, dtype=np.uint32)

@@ -486,6 +486,7 @@ def test_a_worker_ends_with_its_parent() -> None:
     pytest.fail("the worker outlived its parent")
 
 
+@pytest.mark.alone
 def test_starting_does_not_wait() -> None:
     start = time.monotonic()
     with template(CHATML) as made:
