@@ -30,6 +30,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if not hasattr(item.config, "workerinput"):  # the only process
         return (yield)
     alone = item.get_closest_marker("alone") is not None
+    BUILD.mkdir(exist_ok=True)
     with (BUILD / "turn.lock").open("w") as turn, (BUILD / "tests.lock").open("w") as tests:
         fcntl.flock(turn, fcntl.LOCK_EX)  # whoever waits for the others is next
         fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
