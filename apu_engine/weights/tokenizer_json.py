@@ -3,8 +3,8 @@
 tokenizer.json gives vocabulary, merges and added tokens; its normaliser and pre-tokenizer stay JSON, which the
 tokenizers library builds (text/pretokenizers.py), but without what they put before a text: that is a flag here, as
 text comes in parts. Names of special tokens and flags come from tokenizer_config.json, ids that end an answer from
-generation_config.json, else from config.json. A tokenizer that cannot be used leaves the reason under
-`tokenizer.problem`, and the model runs on token ids.
+generation_config.json, else from config.json. Without a tokenizer.json, tokenizer.model has SentencePiece's pieces. A
+tokenizer that cannot be used leaves the reason under `tokenizer.problem`, and the model runs on token ids.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from apu_engine.errors import FormatError
 from apu_engine.weights.families import Hyper
 from apu_engine.weights.model_file import StringArray
+from apu_engine.weights.sentencepiece import sentencepiece_keys
 from apu_engine.weights.strict_json import read_object, read_whole
 
 MAX_TOKENIZER = 128 << 20
@@ -66,15 +67,20 @@ def tokenizer_keys(folder: Path, hyper: Hyper, generation: dict[str, Any], rows:
     An embedding table of more `rows` than there are tokens is padded, so that every id is one.
     Raises FormatError for a file that is malformed.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return {PROBLEM: f"{folder}: has no tokenizer.json, so it can run on token ids only"}
-    tokenizer = _read(path)
-    if problem := _unsupported(tokenizer):
-        return {PROBLEM: f"{path}: {problem}, which is not supported; the model can run on token ids only"}
+    path, own = folder / "tokenizer.json", folder / "tokenizer.model"
     config_path = folder / "tokenizer_config.json"
     config = read_object(config_path, MAX_CONFIG) if config_path.is_file() else {}
-    return _keys(path, tokenizer, config, hyper, generation, rows)
+    if path.is_file():
+        tokenizer = _read(path)
+        if problem := _unsupported(tokenizer):
+            return {PROBLEM: f"{path}: {problem}, which is not supported; the model can run on token ids only"}
+        return _keys(path, tokenizer, config, hyper, generation, rows)
+    if not own.is_file():
+        return {PROBLEM: f"{folder}: has no tokenizer.json or tokenizer.model, so it can run on token ids only"}
+    keys, problem = sentencepiece_keys(own)
+    if problem:
+        return {PROBLEM: f"{own}: {problem}, which is not supported; the model can run on token ids only"}
+    return _with_config(own, keys, config, hyper, generation, rows)
 
 
 def _read(path: Path) -> _Tokenizer:
@@ -128,6 +134,45 @@ def _keys(
     out |= _frame(tokenizer.post_processor, config, out)
     pipeline = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
     return {f"{_KEY}{name}": value for name, value in out.items()} | {PIPELINE: json.dumps(pipeline)}
+
+
+def _with_config(
+    path: Path, keys: dict[str, Any], config: dict[str, Any], hyper: Hyper, generation: dict[str, Any], rows: int
+) -> dict[str, Any]:
+    """SentencePiece's pieces with the tokens that tokenizer_config.json adds or renames, up to as many as `rows`."""
+    tokens, types = list(keys["tokens"]), keys["token_type"].tolist()
+    added = config.get("added_tokens_decoder", {})
+    for number, token in added.items() if isinstance(added, dict) else ():
+        if not number.isdecimal() or _content(token) is None or not 0 <= int(number) < MAX_TOKENS:
+            raise FormatError(path.parent / "tokenizer_config.json", "added_tokens_decoder", f"holds {number!r:.40}")
+        at = int(number)
+        if at > 2 * len(keys["tokens"]) + 1024:
+            raise FormatError(path.parent / "tokenizer_config.json", "added_tokens_decoder", f"has an id of {at:,}")
+        _pad(tokens, types, at + 1)
+        tokens[at] = _content(token)
+        if types[at] in (_NORMAL, _UNUSED):
+            types[at] = _CONTROL if token.get("special") else _USER_DEFINED
+    _pad(tokens, types, min(rows, MAX_TOKENS))
+    scores = np.full(len(tokens), -1e6, np.float32)
+    scores[: len(keys["scores"])] = keys["scores"]
+    out = keys | {"tokens": _strings(tokens, path, "pieces"), "scores": scores, "token_type": np.array(types, np.int32)}
+    ids = {token: number for number, token in enumerate(tokens)}
+    for name, role in _ROLES.items():
+        if (special := _content(config.get(name))) in ids:
+            out[f"{role}_token_id"] = ids[special]
+    ends = _id_list(generation.get("eos_token_id")) or _id_list(hyper.get("eos_token_id"))
+    if ends := [end for end in ends if end < len(tokens)]:
+        out["eog_token_ids"] = np.unique(np.array(ends, np.int64))
+    for role in ("bos", "eos"):
+        if isinstance(said := config.get(f"add_{role}_token"), bool):
+            out[f"add_{role}_token"] = said and f"{role}_token_id" in out
+    return {f"{_KEY}{name}": value for name, value in out.items()}
+
+
+def _pad(tokens: list[str], types: list[int], size: int) -> None:
+    for number in range(len(tokens), size):
+        tokens.append(f"[PAD{number}]")
+        types.append(_UNUSED)
 
 
 def _vocabulary(path: Path, tokenizer: _Tokenizer) -> dict[str, int]:
