@@ -70,9 +70,9 @@ def tiny_llama_gguf(
     """A llama of `layers` layers. `metadata` adds or replaces keys; a value of None leaves the key out."""
     head = D // H if d is None else d
     rng = np.random.default_rng(seed)
-    tensors = _trunk(rng, V, D, tied)
+    tensors = trunk(rng, V, D, tied)
     for layer in range(layers):
-        block = _block(rng, layer, D, H, K, head, F)
+        block = dense_block(rng, layer, D, H, K, head, F)
         if bias:
             for name, size in (
                 ("attn_q", H * head),
@@ -83,15 +83,15 @@ def tiny_llama_gguf(
                 ("ffn_up", F),
                 ("ffn_down", D),
             ):
-                block[f"blk.{layer}.{name}.bias"] = _normal(rng, (size,), 0.1)
+                block[f"blk.{layer}.{name}.bias"] = normal(rng, (size,), 0.1)
         tensors |= block
     if rope_factors is not None:
         tensors["rope_freqs.weight"] = np.asarray(rope_factors, np.float32)
-    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base, "rope.dimension_count": head, "vocab_size": V}
+    keys = attention_keys(K, d) | {"rope.freq_base": rope_base, "rope.dimension_count": head, "vocab_size": V}
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": head, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "bias": bias}
     words = bpe_tokenizer(V) if tokenizer else {}
-    return _written(path, "llama", shape, keys, tensors, words, metadata, quant)
+    return written(path, "llama", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_gemma3_gguf(
@@ -116,17 +116,17 @@ def tiny_gemma3_gguf(
 ) -> TinyModel:
     """A gemma3 whose layers 0 to 4 have a sliding window of `window` tokens, layer 5 sees all."""
     rng = np.random.default_rng(seed)
-    tensors = _trunk(rng, V, D, tied)
+    tensors = trunk(rng, V, D, tied)
     for layer in range(layers):
-        block = _block(rng, layer, D, H, K, d, F)
+        block = dense_block(rng, layer, D, H, K, d, F)
         for name, size in (("attn_q_norm", d), ("attn_k_norm", d), ("post_attention_norm", D), ("post_ffw_norm", D)):
-            block[f"blk.{layer}.{name}.weight"] = 1.0 + _normal(rng, (size,), 0.1)
+            block[f"blk.{layer}.{name}.weight"] = 1.0 + normal(rng, (size,), 0.1)
         tensors |= block
-    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base, "attention.sliding_window": window}
+    keys = attention_keys(K, d) | {"rope.freq_base": rope_base, "attention.sliding_window": window}
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "window": window}
     words = spm_tokenizer(V) if tokenizer else {}
-    return _written(path, "gemma3", shape, keys, tensors, words, metadata, quant)
+    return written(path, "gemma3", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_qwen2_gguf(
@@ -150,16 +150,16 @@ def tiny_qwen2_gguf(
     """A qwen2: q, k and v have biases, heads are D / H wide."""
     d = D // H
     rng = np.random.default_rng(seed)
-    tensors = _trunk(rng, V, D, tied)
+    tensors = trunk(rng, V, D, tied)
     for layer in range(layers):
-        tensors |= _block(rng, layer, D, H, K, d, F)
+        tensors |= dense_block(rng, layer, D, H, K, d, F)
         for name, size in (("attn_q", H * d), ("attn_k", K * d), ("attn_v", K * d)):
-            tensors[f"blk.{layer}.{name}.bias"] = _normal(rng, (size,), 0.5)
-    keys = _attention_keys(K, None) | {"rope.freq_base": rope_base}
+            tensors[f"blk.{layer}.{name}.bias"] = normal(rng, (size,), 0.5)
+    keys = attention_keys(K, None) | {"rope.freq_base": rope_base}
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied}
     words = bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"} if tokenizer else {}
-    return _written(path, "qwen2", shape, keys, tensors, words, metadata, quant)
+    return written(path, "qwen2", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_qwen3_gguf(
@@ -186,25 +186,25 @@ def tiny_qwen3_gguf(
     """A dense qwen3, or a qwen3moe with `used` of `experts` experts of width F in every layer."""
     arch = "qwen3moe" if experts else "qwen3"
     rng = np.random.default_rng(seed)
-    tensors = _trunk(rng, V, D, tied)
+    tensors = trunk(rng, V, D, tied)
     for layer in range(layers):
-        block = _block(rng, layer, D, H, K, d, F)
+        block = dense_block(rng, layer, D, H, K, d, F)
         for name in ("attn_q_norm", "attn_k_norm"):
-            block[f"blk.{layer}.{name}.weight"] = 1.0 + _normal(rng, (d,), 0.1)
+            block[f"blk.{layer}.{name}.weight"] = 1.0 + normal(rng, (d,), 0.1)
         if experts:
             for name, shape in (("ffn_gate", (F, D)), ("ffn_up", (F, D)), ("ffn_down", (D, F))):
                 del block[f"blk.{layer}.{name}.weight"]
-                block[f"blk.{layer}.{name}_exps.weight"] = _normal(rng, (experts, *shape), shape[1] ** -0.5)
-            block[f"blk.{layer}.ffn_gate_inp.weight"] = _normal(rng, (experts, D), 2 * D**-0.5)
+                block[f"blk.{layer}.{name}_exps.weight"] = normal(rng, (experts, *shape), shape[1] ** -0.5)
+            block[f"blk.{layer}.ffn_gate_inp.weight"] = normal(rng, (experts, D), 2 * D**-0.5)
         tensors |= block
-    keys = _attention_keys(K, d) | {"rope.freq_base": rope_base}
+    keys = attention_keys(K, d) | {"rope.freq_base": rope_base}
     if experts:
         keys |= {"expert_count": experts, "expert_used_count": used, "expert_feed_forward_length": F}
         keys["feed_forward_length"] = F * max(1, used)
     shape = {"layers": layers, "D": D, "H": H, "K": K, "d": d, "F": F, "V": V, "context": context, "eps": eps}
     shape |= {"rope_base": rope_base, "tied": tied, "experts": experts, "used": used}
     words = bpe_tokenizer(V) | {"tokenizer.ggml.pre": "qwen2"} if tokenizer else {}
-    return _written(path, arch, shape, keys, tensors, words, metadata, quant)
+    return written(path, arch, shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_deepseek2_gguf(
@@ -240,7 +240,7 @@ def tiny_deepseek2_gguf(
     older files have them. Layers below `dense` have no experts.
     """
     rng = np.random.default_rng(seed)
-    tensors = _trunk(rng, V, D, False)
+    tensors = trunk(rng, V, D, False)
     key = nope + rope
     for layer in range(layers):
         matrices = {"attn_kv_a_mqa": (rank + rope, D), "attn_output": (D, H * value)}
@@ -258,13 +258,13 @@ def tiny_deepseek2_gguf(
             matrices |= {"ffn_down_exps": (experts, D, Fe)}
             if shared:
                 matrices |= {"ffn_gate_shexp": (Fs, D), "ffn_up_shexp": (Fs, D), "ffn_down_shexp": (D, Fs)}
-        block = {f"{name}.weight": _normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
-        block |= {f"{name}.weight": 1.0 + _normal(rng, (size,), 0.1) for name, size in norms.items()}
+        block = {f"{name}.weight": normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
+        block |= {f"{name}.weight": 1.0 + normal(rng, (size,), 0.1) for name, size in norms.items()}
         if layer >= dense:
-            block["ffn_gate_inp.weight"] = _normal(rng, (experts, D), 2 * D**-0.5)
+            block["ffn_gate_inp.weight"] = normal(rng, (experts, D), 2 * D**-0.5)
             if sigmoid:
-                block["exp_probs_b.bias"] = _normal(rng, (experts,), 0.2)
-        keys, values = (_normal(rng, (H, size, rank), rank**-0.5) for size in (nope, value))
+                block["exp_probs_b.bias"] = normal(rng, (experts,), 0.2)
+        keys, values = (normal(rng, (H, size, rank), rank**-0.5) for size in (nope, value))
         if joined:
             block["attn_kv_b.weight"] = np.concatenate([keys, values], 1).reshape(-1, rank)
         else:
@@ -290,15 +290,15 @@ def tiny_deepseek2_gguf(
     if groups:
         keys |= {"expert_group_count": groups, "expert_group_used_count": groups_used}
     if joined:
-        keys |= _attention_keys(H, key, value)
+        keys |= attention_keys(H, key, value)
     else:
-        keys |= _attention_keys(1, rank + rope, rank)
+        keys |= attention_keys(1, rank + rope, rank)
         keys |= {"attention.key_length_mla": key, "attention.value_length_mla": value}
     shape = {"layers": layers, "D": D, "H": H, "rank": rank, "nope": nope, "rope": rope, "value": value, "V": V}
     shape |= {"q_rank": q_rank, "F": F, "Fe": Fe, "experts": experts, "used": used, "shared": shared, "dense": dense}
     shape |= {"groups": groups, "groups_used": groups_used, "sigmoid": sigmoid, "context": context, "eps": eps}
     words = bpe_tokenizer(V) if tokenizer else {}
-    return _written(path, "deepseek2", shape, keys, tensors, words, metadata, quant)
+    return written(path, "deepseek2", shape, keys, tensors, words, metadata, quant)
 
 
 def tiny_deepseek4_gguf(
@@ -332,10 +332,10 @@ def tiny_deepseek4_gguf(
     """DeepSeek V4: `ratios` by layer, the first `hashed` layers with experts by token; YaRN on compressed layers."""
     rng = np.random.default_rng(seed)
     layers, mixed = len(ratios), streams * (streams + 2)
-    tensors: dict[str, NDArray[Any]] = dict(_trunk(rng, V, D, False))
-    tensors["output_hc_fn.weight"] = _normal(rng, (streams, streams * D), (streams * D) ** -0.5)
-    tensors["output_hc_scale.weight"] = 1.0 + _normal(rng, (1,), 0.2)
-    tensors["output_hc_base.weight"] = _normal(rng, (streams,), 0.5)
+    tensors: dict[str, NDArray[Any]] = dict(trunk(rng, V, D, False))
+    tensors["output_hc_fn.weight"] = normal(rng, (streams, streams * D), (streams * D) ** -0.5)
+    tensors["output_hc_scale.weight"] = 1.0 + normal(rng, (1,), 0.2)
+    tensors["output_hc_base.weight"] = normal(rng, (streams,), 0.5)
     for layer, ratio in enumerate(ratios):
         matrices = {
             "attn_q_a": (q_rank, D),
@@ -362,17 +362,17 @@ def tiny_deepseek4_gguf(
         if ratio == 4:
             matrices |= {"indexer.attn_q_b": (index_heads * index_size, q_rank), "indexer.proj": (index_heads, D)}
         block: dict[str, NDArray[Any]] = {}
-        block |= {f"{name}.weight": _normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
-        block |= {f"{name}.weight": 1.0 + _normal(rng, (size,), 0.1) for name, size in norms.items()}
-        block |= {f"{name}.weight": _normal(rng, shape, 0.5) for name, shape in vectors.items()}
-        block |= {f"hc_{half}_scale.weight": 1.0 + _normal(rng, (3,), 0.2) for half in ("attn", "ffn")}
+        block |= {f"{name}.weight": normal(rng, shape, shape[-1] ** -0.5) for name, shape in matrices.items()}
+        block |= {f"{name}.weight": 1.0 + normal(rng, (size,), 0.1) for name, size in norms.items()}
+        block |= {f"{name}.weight": normal(rng, shape, 0.5) for name, shape in vectors.items()}
+        block |= {f"hc_{half}_scale.weight": 1.0 + normal(rng, (3,), 0.2) for half in ("attn", "ffn")}
         if layer < hashed:
             table = np.argsort(rng.random((V, experts)), -1)[:, :used]
             block["ffn_gate_tid2eid.weight"] = np.ascontiguousarray(table.astype(np.int32))
         else:
-            block["exp_probs_b.bias"] = _normal(rng, (experts,), 0.2)
+            block["exp_probs_b.bias"] = normal(rng, (experts,), 0.2)
         tensors |= {f"blk.{layer}.{name}": values for name, values in block.items()}
-    keys = _attention_keys(1, d) | {
+    keys = attention_keys(1, d) | {
         "vocab_size": V,
         "attention.q_lora_rank": q_rank,
         "attention.output_lora_rank": out_rank,
@@ -416,16 +416,16 @@ def tiny_deepseek4_gguf(
     shape |= {"top_k": top_k, "experts": experts, "used": used, "Fe": Fe, "streams": streams, "limit": limit}
     shape |= {"context": context, "eps": eps}
     words = bpe_tokenizer(V) if tokenizer else {}
-    return _written(path, "deepseek4", shape, keys, tensors, words, metadata, quant)
+    return written(path, "deepseek4", shape, keys, tensors, words, metadata, quant)
 
 
-def _attention_keys(K: int, key: int | None, value: int | None = None) -> dict[str, Any]:
+def attention_keys(K: int, key: int | None, value: int | None = None) -> dict[str, Any]:
     """Heads' keys; sizes that follow from the width are left out."""
     sizes = {} if key is None else {"attention.key_length": key, "attention.value_length": value or key}
     return {"attention.head_count_kv": K} | sizes
 
 
-def _written(
+def written(
     path: Path,
     arch: str,
     shape: dict[str, Any],
@@ -448,21 +448,21 @@ def _written(
     return write(TinyModel(path, arch, shape, {**full, **words, **(metadata or {})}, tensors), quant)
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
+def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> NDArray[np.float32]:
     return (rng.standard_normal(shape) * scale).astype(np.float32)
 
 
-def _trunk(rng: np.random.Generator, V: int, D: int, tied: bool) -> dict[str, NDArray[np.float32]]:
+def trunk(rng: np.random.Generator, V: int, D: int, tied: bool) -> dict[str, NDArray[np.float32]]:
     tensors = {
-        "token_embd.weight": _normal(rng, (V, D), 1.0 if not tied else D**-0.5 * 2),
-        "output_norm.weight": 1.0 + _normal(rng, (D,), 0.1),
+        "token_embd.weight": normal(rng, (V, D), 1.0 if not tied else D**-0.5 * 2),
+        "output_norm.weight": 1.0 + normal(rng, (D,), 0.1),
     }
     if not tied:
-        tensors["output.weight"] = _normal(rng, (V, D), D**-0.5)
+        tensors["output.weight"] = normal(rng, (V, D), D**-0.5)
     return tensors
 
 
-def _block(
+def dense_block(
     rng: np.random.Generator, layer: int, D: int, H: int, K: int, d: int, F: int
 ) -> dict[str, NDArray[np.float32]]:
     matrices = {
@@ -474,8 +474,8 @@ def _block(
         "ffn_up": (F, D),
         "ffn_down": (D, F),
     }
-    tensors = {name: _normal(rng, shape, shape[1] ** -0.5) for name, shape in matrices.items()}
-    tensors |= {name: 1.0 + _normal(rng, (D,), 0.1) for name in ("attn_norm", "ffn_norm")}
+    tensors = {name: normal(rng, shape, shape[1] ** -0.5) for name, shape in matrices.items()}
+    tensors |= {name: 1.0 + normal(rng, (D,), 0.1) for name in ("attn_norm", "ffn_norm")}
     return {f"blk.{layer}.{name}.weight": values for name, values in tensors.items()}
 
 
@@ -570,7 +570,9 @@ def write(model: TinyModel, quant: str = "F32", *, alignment: int = 32, shard_te
         if values.dtype == np.int32:  # a table
             writer.add_tensor(name, values)
             continue
-        floats = values.ndim < 2 or any(part in name for part in ("ffn_gate_inp", "hc_", "_ape"))
+        floats = (
+            values.ndim < 2 or name.endswith(".bias") or any(part in name for part in ("ffn_gate_inp", "hc_", "_ape"))
+        )
         dtype = gguf.GGMLQuantizationType.F32 if floats else matrix_type
         model.types[name] = dtype
         writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)

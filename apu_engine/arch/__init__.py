@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from apu_engine._native import Device, Region, lib
-from apu_engine.arch import deepseek2, deepseek4, gemma3, llama, qwen2, qwen3, qwen3moe
+from apu_engine.arch import deepseek2, deepseek4, gemma3, glm4moe, gpt_oss, llama, qwen2, qwen3, qwen3moe
 from apu_engine.arch.blocks import Blocks
 from apu_engine.arch.config import Config
 from apu_engine.errors import ConfigError, ModelError
@@ -28,6 +28,8 @@ from apu_engine.weights.model_file import ModelFile, TensorRef
 ARCHITECTURES: dict[str, ModuleType] = {
     "llama": llama,
     "gemma3": gemma3,
+    "glm4moe": glm4moe,
+    "gpt-oss": gpt_oss,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3moe": qwen3moe,

@@ -8,6 +8,7 @@ Tensors nobody asks for are ignored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from apu_engine._native import lib
 from apu_engine.arch.config import Config
@@ -105,6 +106,13 @@ class Blocks:
         """The bias that belongs to a matrix, when the file has one."""
         return self._bind(f"{name}.bias", letters, VECTOR_TYPES) if self.has(f"{name}.bias") else None
 
+    def stacked_bias(self, name: str, letters: str) -> Tensor | None:
+        """The biases of stacked matrices (E, N), when the file has them, as one vector."""
+        if not self.has(f"{name}.bias"):
+            return None
+        ref = self._checked(f"{name}.bias", self.builder.shape(letters), letters, VECTOR_TYPES)
+        return self.builder.weight(replace(ref, shape=(ref.elements,)), letters.replace(" ", "*"))
+
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, in the current layer where there is one."""
         return self._full(name) in self.model.tensors
@@ -146,7 +154,7 @@ class Blocks:
         copies = c.streams.count if c.streams else 0
         return self.builder.embed(self.matrix("token_embd", "V D"), c.embedding_scale, copies)
 
-    def attention(self, x: Tensor, layer: int, *, head_norms: bool = False) -> Tensor:
+    def attention(self, x: Tensor, layer: int, *, head_norms: bool = False, sinks: bool = False) -> Tensor:
         """Norm, q, k, v, rotary embedding, cache and attention of one layer: (T, D) -> (T, H*d)."""
         c, b = self.config, self.builder
         letters = {"attn_q": "H*d", "attn_k": "K*d", "attn_v": "K*d"}
@@ -170,7 +178,8 @@ class Blocks:
             eps=c.eps,
             factors=factors,
         )
-        return b.attention(q, self.caches[layer], c.attention_scale, c.attention_softcap)
+        sink = self.vector("attn_sinks", "H") if sinks else None
+        return b.attention(q, self.caches[layer], c.attention_scale, c.attention_softcap, sink)
 
     def _rope_factors(self) -> Tensor:
         layer, self.builder.layer = self.builder.layer, -1
@@ -224,7 +233,7 @@ class Blocks:
         """(T, H*d) -> (T, D), added to `residual` in place when there is one."""
         return self._project("attn_output", attended, letters, residual)
 
-    def feed_forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def feed_forward(self, x: Tensor, residual: Tensor | None, *, norm: str = "ffn_norm") -> Tensor:
         """Norm and gated feed-forward: (T, D) -> (T, D), added to `residual` in place when there is one."""
         c = self.config
         hidden = self.builder.glu(
@@ -234,7 +243,7 @@ class Blocks:
             self.matrix("ffn_up", "F D"),
             c.activation,
             biases=(self.bias("ffn_gate", "F"), self.bias("ffn_up", "F")),
-            norm=self.vector("ffn_norm"),
+            norm=self.vector(norm),
             eps=c.eps,
         )
         return self._project("ffn_down", hidden, "D F", residual)
@@ -244,6 +253,7 @@ class Blocks:
         x: Tensor,
         residual: Tensor | None,
         *,
+        norm: str = "ffn_norm",
         table: Tensor | None = None,
         limits: tuple[float, float] = (0.0, 0.0),
     ) -> Tensor:
@@ -253,15 +263,16 @@ class Blocks:
         """
         c, b = self.config, self.builder
         assert c.experts is not None
-        norm = self.vector("ffn_norm")
+        weight = self.vector(norm)
         ids, weights = b.route(
             x,
             self.matrix("ffn_gate_inp", "E D"),
-            norm=norm,
+            norm=weight,
             eps=c.eps,
             score=c.experts.score,
             normalise=c.experts.normalise,
             scale=c.experts.scale,
+            added=self.bias("ffn_gate_inp", "E"),
             bias=None if table else self.bias("exp_probs_b", "E"),
             groups=c.experts.groups,
             groups_used=c.experts.groups_used,
@@ -269,13 +280,16 @@ class Blocks:
             table=table,
         )
         gate, up = self.matrix("ffn_gate_exps", "E Fe D"), self.matrix("ffn_up_exps", "E Fe D")
-        hidden = b.experts_glu("ffn", x, ids, gate, up, c.activation, norm=norm, eps=c.eps, limit=limits[0])
-        down = self.matrix("ffn_down_exps", "E D Fe")
+        biases = self.stacked_bias("ffn_gate_exps", "E Fe"), self.stacked_bias("ffn_up_exps", "E Fe")
+        hidden = b.experts_glu(
+            "ffn", x, ids, gate, up, c.activation, biases=biases, norm=weight, eps=c.eps, limit=limits[0]
+        )
+        down, bias = self.matrix("ffn_down_exps", "E D Fe"), self.stacked_bias("ffn_down_exps", "E D")
         if not c.experts.shared:
-            return b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
+            return b.experts_sum("ffn_down", hidden, ids, weights, down, bias=bias, residual=residual, out=residual)
         gate, up = self.matrix("ffn_gate_shexp", "Fs D"), self.matrix("ffn_up_shexp", "Fs D")
-        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=norm, eps=c.eps, limit=limits[1])
-        out = b.experts_sum("ffn_down", hidden, ids, weights, down, residual=residual, out=residual)
+        shared = b.glu("ffn_shared", x, gate, up, c.activation, norm=weight, eps=c.eps, limit=limits[1])
+        out = b.experts_sum("ffn_down", hidden, ids, weights, down, bias=bias, residual=residual, out=residual)
         return self._project("ffn_down_shexp", shared, "D Fs", residual=out)
 
     def _project(self, name: str, x: Tensor, letters: str, residual: Tensor | None) -> Tensor:

@@ -246,6 +246,15 @@ def predicting_layers(keys: Keys, layers: int) -> int:
     return count if any(name.startswith(prefix) for name in keys.model.tensors) else 0
 
 
+def windowed_layers(keys: Keys, layers: int, period: int) -> tuple[bool, ...]:
+    """Whether each layer is windowed: the file's flags, or all but every n-th by its period, or `period`."""
+    name = keys.name("attention.sliding_window_pattern")
+    if keys.has("attention.sliding_window_pattern") and not isinstance(keys.model.metadata[name], int):
+        return tuple(bool(flag) for flag in keys.model.get_array(name, "bool", length=layers))
+    every = keys.integer("attention.sliding_window_pattern", 1, 1024, default=period)
+    return tuple((layer + 1) % every != 0 for layer in range(layers))
+
+
 def _kv_heads(keys: Keys, layers: int, D: int, H: int, head_size: int | None) -> tuple[int, int]:
     """(K, d)"""
     K = keys.uniform("attention.head_count_kv", layers, 1, H, default=H)
@@ -287,14 +296,15 @@ def read_latent(keys: Keys, layers: int, H: int) -> Latent:
     return Latent(rank, rope, key - rope, value, q_rank)
 
 
-def read_experts(keys: Keys, grouped: bool = False) -> Experts:
+def read_experts(keys: Keys, grouped: bool = False, score: int = 1) -> Experts:
     """The mixture that the file describes; weights are divided by their sum unless it says otherwise.
 
-    `grouped` ones may have groups, shared experts and dense layers, and do not divide unless the file says so.
+    `grouped` ones may have groups, shared experts and dense layers, and do not divide unless the file says so. `score`
+    is SCORES' number for files that do not say.
     """
     count = keys.integer("expert_count", 1, MAX_EXPERTS)
-    score = keys.integer("expert_gating_func", 0, 1 << 16, default=1)
-    score = 1 if grouped and not score else score  # 0 is written for "not said"
+    given = keys.integer("expert_gating_func", 0, 1 << 16, default=score)
+    score = score if grouped and not given else given  # 0 is written for "not said"
     if score not in SCORES:
         raise keys.fail("expert_gating_func", f"expected 1 (softmax) or 2 (sigmoid), found {score}: not supported")
     if not grouped:
@@ -387,4 +397,5 @@ def read_rope(keys: Keys, head_size: int, style: int, default_base: float) -> Ro
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 1e-3, 1e6, default=32.0),
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1e-3, 1e6, default=1.0),
         original_context=original,
+        whole=keys.model.get_bool(keys.name("rope.scaling.yarn_truncate"), default=True),  # of folders
     )

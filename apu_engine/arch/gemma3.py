@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from apu_engine.arch.blocks import Blocks
-from apu_engine.arch.config import Config, Keys, read_common
+from apu_engine.arch.config import Config, read_common, windowed_layers
 from apu_engine.plan.operands import ROPE_HALVES, Rope
 from apu_engine.weights.model_file import ModelFile
 
@@ -24,7 +24,7 @@ def read(model: ModelFile) -> Config:
         model, head_size=256, activation="gelu_tanh", rope_style=ROPE_HALVES, rope_base=1_000_000.0
     )
     window = keys.integer("attention.sliding_window", 0, 1 << 27, default=0)
-    windowed = _pattern(keys, fields["layers"]) if window else (False,) * fields["layers"]
+    windowed = windowed_layers(keys, fields["layers"], PATTERN) if window else (False,) * fields["layers"]
     rope: Rope = fields["ropes"][0]
     local = Rope(rope.dims, ROPE_HALVES, keys.number("rope.freq_base_swa", 1.0, 1e12, default=LOCAL_BASE))
     fields["windows"] = tuple(window if w else 0 for w in windowed)
@@ -38,15 +38,6 @@ def read(model: ModelFile) -> Config:
     if config.layers == LAYERS_27B and not keys.has("attention.scale"):
         return replace(config, attention_scale=(config.D // config.H) ** -0.5)
     return config
-
-
-def _pattern(keys: Keys, layers: int) -> tuple[bool, ...]:
-    """Whether each layer is windowed: the file's flags, its period, or the architecture's."""
-    name = keys.name("attention.sliding_window_pattern")
-    if keys.has("attention.sliding_window_pattern") and not isinstance(keys.model.metadata[name], int):
-        return tuple(bool(flag) for flag in keys.model.get_array(name, "bool", length=layers))
-    period = keys.integer("attention.sliding_window_pattern", 1, 1024, default=PATTERN)
-    return tuple((layer + 1) % period != 0 for layer in range(layers))
 
 
 def build(b: Blocks) -> None:

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, int] = {
     "silu": lib.APU_ACT_SILU,
     "gelu_tanh": lib.APU_ACT_GELU_TANH,
     "gelu_erf": lib.APU_ACT_GELU_ERF,
+    "swiglu_oai": lib.APU_ACT_SWIGLU_OAI,
 }
 SCORES: dict[str, int] = {
     "softmax": lib.APU_SCORE_SOFTMAX,
@@ -206,6 +207,7 @@ class PlanBuilder(SparseOps):
         score: str = "softmax",
         normalise: bool = True,
         scale: float = 1.0,
+        added: Tensor | None = None,
         bias: Tensor | None = None,
         groups: int = 0,
         groups_used: int = 0,
@@ -214,14 +216,15 @@ class PlanBuilder(SparseOps):
     ) -> tuple[Tensor, Tensor]:
         """(T, D) by (E, D) -> the k best experts' ids (T, k), ascending, and weights (T, k).
 
-        Weights are scores of norm(x) router^T, divided by their sum over the k where `normalise`, times `scale`. The
-        choice alone goes by score + `bias` (E), within the best `groups_used` of `groups` equal parts of the experts;
-        a part's score is its largest ("max") or its two largest added ("sum2"). With a
-        `table` (V, k) of experts there is no choice: a row goes to its token's.
+        Weights are scores of norm(x) router^T + `added` (E), divided by their sum over the k where `normalise`, times
+        `scale`. The choice alone goes by score + `bias` (E), within the best `groups_used` of `groups` equal parts of
+        the experts; a part's score is its largest ("max") or its two largest added ("sum2"). With a `table` (V, k) of
+        experts there is no choice: a row goes to its token's.
         """
         self._expect(router, f"E {x.letters.split()[1]}")
-        if bias is not None:
-            self._expect(bias, "E")
+        for vector in (added, bias):
+            if vector is not None:
+                self._expect(vector, "E")
         if table is not None:
             self._expect(table, "V k")
         ids, weights = self.scratch("expert_ids", "T k", lib.APU_I32), self.scratch("expert_weights", "T k")
@@ -229,7 +232,7 @@ class PlanBuilder(SparseOps):
             lib.APU_OP_ROUTE,
             inputs=(x,),
             outputs=(ids, weights),
-            weights=(norm, router, bias, table),
+            weights=(norm, router, bias, table, added),
             ints=(SCORES[score], int(normalise), groups, groups_used, GROUP_SCORES[group_score]),
             floats=(eps, scale, SMALLEST_SUM),
         )
@@ -244,23 +247,27 @@ class PlanBuilder(SparseOps):
         up: Tensor,
         activation: str,
         *,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
         norm: Tensor | None = None,
         eps: float = 0.0,
         limit: float = 0.0,
     ) -> Tensor:
         """(T, D) -> (T, k, Fe): act(norm(x) gate^T) * (norm(x) up^T) of each row's experts; matrices (E, Fe, D).
 
-        `limit` as in `glu`.
+        `limit` as in `glu`; `biases` (E*Fe) are added before it.
         """
         for matrix in (gate, up):
             self._expect(matrix, "E Fe D")
+        for vector in biases:
+            if vector is not None:
+                self._expect(vector, "E*Fe")
         out = self.scratch(name, "T k Fe")
         ints = (ACTIVATIONS[activation], self._precision)
         self._op(
             lib.APU_OP_EXPERTS,
             inputs=(x, ids),
             outputs=(out,),
-            weights=(norm, gate, up),
+            weights=(norm, gate, up, *biases),
             ints=ints,
             floats=(eps, limit),
         )
@@ -274,18 +281,23 @@ class PlanBuilder(SparseOps):
         weights: Tensor,
         down: Tensor,
         *,
+        bias: Tensor | None = None,
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """(T, k, Fe) -> (T, D): residual + sum of weight * x down^T over each row's experts; matrices (E, D, Fe)."""
+        """(T, k, Fe) -> (T, D): residual + sum of weight * (x down^T + `bias`) over each row's experts; matrices
+        (E, D, Fe), `bias` (E*D).
+        """
         self._expect(x, "T k Fe")
         self._expect(down, "E D Fe")
+        if bias is not None:
+            self._expect(bias, "E*D")
         out = out or self.scratch(name, "T D")
         self._op(
             lib.APU_OP_EXPERTS,
             inputs=(x, ids, weights, residual),
             outputs=(out,),
-            weights=(None, down),
+            weights=(None, down, None, bias),
             ints=(lib.APU_ACT_NONE, self._precision),
         )
         return out
@@ -312,7 +324,7 @@ class PlanBuilder(SparseOps):
             outputs=(q,),
             weights=(q_norm, k_norm, factors),
             states=cache,
-            ints=(rope.dims, rope.style, rope.original_context),
+            ints=rope.ints(),
             floats=rope.floats(eps),
         )
 
@@ -331,7 +343,7 @@ class PlanBuilder(SparseOps):
             outputs=(q,),
             weights=(norm,),
             states=cache,
-            ints=(rope.dims, rope.style, rope.original_context, self._dims["H"]),
+            ints=rope.ints(self._dims["H"]),
             floats=rope.floats(eps),
         )
 
@@ -359,13 +371,25 @@ class PlanBuilder(SparseOps):
         self._op(lib.APU_OP_LATENT_ATTENTION, inputs=(q,), outputs=(out,), states=cache, ints=ints, floats=(scale,))
         return out
 
-    def attention(self, q: Tensor, cache: tuple[State, ...], scale: float, softcap: float = 0.0) -> Tensor:
+    def attention(
+        self, q: Tensor, cache: tuple[State, ...], scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
         """(T, H*d) -> (T, H*d).
 
-        Softmax(scale q k^T) v over each row's sequence, within the cache's window.
+        Softmax(scale q k^T) v over each row's sequence, within the cache's window; `sinks` (H) are scores without a
+        value.
         """
         out = self.scratch("attention", "T H*d")
-        self._op(lib.APU_OP_ATTENTION, inputs=(q,), outputs=(out,), states=cache, floats=(scale, softcap))
+        if sinks is not None:
+            self._expect(sinks, "H")
+        self._op(
+            lib.APU_OP_ATTENTION,
+            inputs=(q,),
+            outputs=(out,),
+            weights=(sinks,),
+            states=cache,
+            floats=(scale, softcap),
+        )
         return out
 
     def gather_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

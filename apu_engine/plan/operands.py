@@ -15,8 +15,8 @@ class Rope:
     """Rotation of pair i of a head's first `dims` by position * frequency_scale * base^(-2i/dims) / factor_i.
 
     YaRN (arXiv 2309.00071) mixes in the unscaled frequencies by `extrapolation`, between the dimensions that
-    turn `beta_fast` and `beta_slow` times over `original_context` tokens. sin and cos are multiplied by
-    `magnitude`.
+    turn `beta_fast` and `beta_slow` times over `original_context` tokens, rounded to `whole` dimensions. sin
+    and cos are multiplied by `magnitude`.
     """
 
     dims: int
@@ -28,6 +28,11 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_context: int = 0
+    whole: bool = True
+
+    def ints(self, third: int = 0) -> tuple[int, ...]:
+        """i0 to i4 of an op that rotates; i3 is its own."""
+        return self.dims, self.style, self.original_context, third, int(not self.whole)
 
     def floats(self, eps: float) -> tuple[float, ...]:
         """f0 to f6 of an op that rotates, `eps` of its norms first."""

@@ -150,6 +150,5 @@ class SparseOps(Emitter):
         scale: float = 0.0,
         rounding: int = 0,
     ) -> None:
-        ints = (rope.dims, rope.style, rope.original_context, rounding)
-        floats = (*rope.floats(eps), scale)
+        ints, floats = rope.ints(rounding), (*rope.floats(eps), scale)
         self._op(kind, inputs=inputs, outputs=outputs, weights=weights, states=states, ints=ints, floats=floats)

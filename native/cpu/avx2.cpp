@@ -22,6 +22,7 @@ constexpr KernelTable table(const char *name, const Avx2Products &products) {
       .silu_mul = avx2::silu_mul,
       .gelu_tanh_mul = avx2::gelu_tanh_mul,
       .gelu_erf_mul = avx2::gelu_erf_mul,
+      .swiglu_oai = avx2::swiglu_oai,
       .soft_cap = avx2::soft_cap,
       .max = avx2::max,
       .exp_sum = avx2::exp_sum,

@@ -102,6 +102,13 @@ void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
   map2(gate, up, out, n, [](__m256 g, __m256 u) { return _mm256_mul_ps(_mm256_mul_ps(g, normal_cdf8(g)), u); });
 }
 
+void swiglu_oai(const float *gate, const float *up, float *out, uint32_t n) {
+  map2(gate, up, out, n, [](__m256 g, __m256 u) {
+    const __m256 logistic = logistic8(_mm256_mul_ps(g, _mm256_set1_ps(1.702f)));
+    return _mm256_mul_ps(_mm256_mul_ps(g, logistic), _mm256_add_ps(u, _mm256_set1_ps(1.0f)));
+  });
+}
+
 // tanh |u| = -m / (m + 2) of m = e^(-2 |u|) - 1, which keeps its digits near 0.
 void soft_cap(float *x, float cap, uint32_t n) {
   const __m256 sign = _mm256_set1_ps(-0.0f), minus_two = _mm256_set1_ps(-2.0f), factor = _mm256_set1_ps(cap);

@@ -40,6 +40,7 @@ const KernelTable *avx512_table() {
       .silu_mul = avx512::silu_mul,
       .gelu_tanh_mul = avx512::gelu_tanh_mul,
       .gelu_erf_mul = avx512::gelu_erf_mul,
+      .swiglu_oai = avx512::swiglu_oai,
       .soft_cap = avx512::soft_cap,
       .max = avx512::max,
       .exp_sum = avx512::exp_sum,

@@ -92,11 +92,12 @@ APU_INLINE __m512 scaled_erfc(__m512 z) {
   return p;
 }
 
+// out = f(gate) * (up + offset)
 template <class Activation>
-APU_INLINE void activate(const float *gate, const float *up, float *out, uint32_t n, Activation f) {
+APU_INLINE void activate(const float *gate, const float *up, float *out, uint32_t n, Activation f, float offset = 0) {
   for_each_16(n, [=](uint32_t i, __mmask16 mask) {
     const __m512 g = _mm512_maskz_loadu_ps(mask, gate + i), u = _mm512_maskz_loadu_ps(mask, up + i);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(f(g), u));
+    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(f(g), offset ? _mm512_add_ps(u, _mm512_set1_ps(offset)) : u));
   });
 }
 
@@ -259,6 +260,14 @@ void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
     const __mmask16 positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
     return _mm512_mask_sub_ps(lower, positive, x, lower);
   });
+}
+
+void swiglu_oai(const float *gate, const float *up, float *out, uint32_t n) {
+  const auto swish = [](__m512 x) {
+    const __m512 e = exp16(_mm512_mul_ps(x, _mm512_set1_ps(-1.702f)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+  };
+  activate(gate, up, out, n, swish, 1.0f);
 }
 
 // tanh |u| = -m / (m + 2) of m = e^(-2 |u|) - 1, which keeps its digits near 0.

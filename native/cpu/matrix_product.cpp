@@ -76,6 +76,7 @@ Activation activation(const KernelTable &kernels, int32_t kind) {
   case APU_ACT_SILU: return kernels.silu_mul;
   case APU_ACT_GELU_TANH: return kernels.gelu_tanh_mul;
   case APU_ACT_GELU_ERF: return kernels.gelu_erf_mul;
+  case APU_ACT_SWIGLU_OAI: return kernels.swiglu_oai;
   default: return nullptr;
   }
 }

@@ -35,7 +35,8 @@ struct Groups {
 };
 
 struct Side {
-  const Tensor *w = nullptr; // (E, N, K)
+  const Tensor *w = nullptr;   // (E, N, K)
+  const float *bias = nullptr; // (E, N) or null
   bool quantized = false;
 };
 
@@ -49,6 +50,7 @@ public:
     for (uint32_t m = 0; m < (activation_ ? 2u : 1u); ++m) {
       Side &s = sides_[m];
       s.w = b.info().tensor(op.w[1 + m]);
+      s.bias = b.vector(op.w[3 + m]);
       s.quantized = has_quantized_rows(s.w->d.dtype, op.i[1]);
       (s.quantized ? quantized_ : floats_) = true;
     }
@@ -229,6 +231,8 @@ private:
       else
         kernels.matmul_float(matrix, in.x, k_, count, first, last, y + at, end - begin, c.work);
     });
+    for (size_t i = 0; i < count && s.bias; ++i)
+      for (uint32_t n = begin; n < end; ++n) y[i * (end - begin) + n - begin] += s.bias[base + n];
   }
 
   // Where a row of a group's expert lies; the rows of groups follow each other, and the first follows the last.

@@ -22,9 +22,9 @@ public:
       : in_tensor_(*b.info().tensor(op.in[0])), router_(*b.info().tensor(op.w[1])), d_(uint32_t(in_tensor_.inner)),
         experts_(uint32_t(router_.rows)), k_(uint32_t(b.info().tensor(op.out[0])->inner)),
         ids_(reinterpret_cast<int32_t *>(b.scratch(op.out[0]))), weights_(b.scratch(op.out[1])),
-        bias_(b.vector(op.w[2])), table_(b.info().tensor(op.w[3])), score_(op.i[0]), divide_(op.i[1] != 0),
-        scale_(op.f[1]), floor_(op.f[2]), groups_(uint32_t(op.i[2])), groups_used_(uint32_t(op.i[3])),
-        sum2_(op.i[4] == APU_GROUP_SUM2), work_bytes_(b.kernels().work_bytes(d_)) {
+        bias_(b.vector(op.w[2])), table_(b.info().tensor(op.w[3])), added_(b.vector(op.w[4])), score_(op.i[0]),
+        divide_(op.i[1] != 0), scale_(op.f[1]), floor_(op.f[2]), groups_(uint32_t(op.i[2])),
+        groups_used_(uint32_t(op.i[3])), sum2_(op.i[4] == APU_GROUP_SUM2), work_bytes_(b.kernels().work_bytes(d_)) {
     input_ = MatrixInput(b.scratch(op.in[0]), b.vector(op.w[0]), op.f[0], d_, true, false, false);
     input_.reserve(b.workspace, in_tensor_.rows);
     Workspace &ws = b.workspace;
@@ -103,6 +103,8 @@ private:
     for_segments(router_, begin, end, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
       kernels.matmul_float(matrix, in.x + size_t(t) * d_, d_, rows, first, last, y + at, experts_, work);
     });
+    for (uint32_t i = 0; i < rows && added_; ++i)
+      for (uint32_t e = begin; e < end; ++e) y[size_t(i) * experts_ + e - begin] += added_[e];
     for (uint32_t i = 0; i < rows && score_ != APU_SCORE_SOFTMAX; ++i) score(y + size_t(i) * experts_, end - begin);
   }
 
@@ -157,6 +159,7 @@ private:
   float *weights_;      // (T, k)
   const float *bias_;   // (E) or null
   const Tensor *table_; // (V, k) or null
+  const float *added_;  // (E) to products, or null
   int32_t score_;
   bool divide_;
   float scale_, floor_;

@@ -168,6 +168,7 @@ const KernelTable *portable_table() {
       .silu_mul = portable::silu_mul,
       .gelu_tanh_mul = portable::gelu_tanh_mul,
       .gelu_erf_mul = portable::gelu_erf_mul,
+      .swiglu_oai = portable::swiglu_oai,
       .soft_cap = portable::soft_cap,
       .max = portable::max,
       .exp_sum = portable::exp_sum,

@@ -89,6 +89,10 @@ void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n) {
   for (uint32_t i = 0; i < n; ++i) out[i] = 0.5f * gate[i] * std::erfc(-kRootHalf * gate[i]) * up[i];
 }
 
+void swiglu_oai(const float *gate, const float *up, float *out, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + std::exp(-1.702f * gate[i])) * (up[i] + 1.0f);
+}
+
 void soft_cap(float *x, float cap, uint32_t n) {
   for (uint32_t i = 0; i < n; ++i) x[i] = cap * std::tanh(x[i] / cap);
 }

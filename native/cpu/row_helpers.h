@@ -5,6 +5,7 @@ void rms_norm(const float *x, const float *weight, const float *residual, float 
 void silu_mul(const float *gate, const float *up, float *out, uint32_t n);
 void gelu_tanh_mul(const float *gate, const float *up, float *out, uint32_t n);
 void gelu_erf_mul(const float *gate, const float *up, float *out, uint32_t n);
+void swiglu_oai(const float *gate, const float *up, float *out, uint32_t n);
 void soft_cap(float *x, float cap, uint32_t n);
 float max(const float *x, uint32_t n);
 float exp_sum(float *x, float max, uint32_t n);

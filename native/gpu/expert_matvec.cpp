@@ -31,16 +31,16 @@ public:
     args.second = product.second;
     const bool gated = product.activation != APU_ACT_NONE;
     const MatvecKind kind = matvec_kind(builder.props(), product.w[0].type, product.precision);
-    args.w[0] = product.w[0];
+    args.w[0] = product.w[0], args.bias[0] = product.bias[0];
     args.activation = uint32_t(product.activation);
     args.limit = product.limit;
     if (gated) {
       const MatvecKind up = matvec_kind(builder.props(), product.w[1].type, product.precision);
       args.pair = !std::strcmp(kind.name, up.name);
-      args.w[1] = product.w[1];
+      args.w[1] = product.w[1], args.bias[1] = product.bias[1];
       if (!args.pair) { // up first, into memory that gate's launch reads
         ExpertMatvecArgs first = args;
-        first.w[0] = product.w[1];
+        first.w[0] = product.w[1], first.bias[0] = product.bias[1];
         first.activation = APU_ACT_NONE;
         const uint64_t rows = std::min(kMatvecRows, builder.info().max_rows);
         builder.reserve(Scratch::partial, rows * args.used * args.w[1].rows * sizeof(float));

@@ -294,14 +294,14 @@ public:
   ExpertGemm(Builder &b, const ExpertProduct &p) : p_(p), tiles_(b, p.w[0].k, p.precision, false) {
     const uint64_t rows = b.info().max_rows, pairs = rows * p.used, n = p.w[0].rows;
     float *const out = p.second ? nullptr : p.out; // null: products in scratch, added afterwards
-    const ProductSide gate{p.w[0], nullptr, out}, up{p.w[1], nullptr, out};
+    const ProductSide gate{p.w[0], p.bias[0], out}, up{p.w[1], p.bias[1], out};
     if (p.second) {
       groups_.push_back(tiles_.group({gate}));
     } else if (tiles_.alike(p.w[0], p.w[1])) {
       groups_.push_back(tiles_.group({gate, up}));
       groups_[0].args.pair = 1;
     } else { // the gate to scratch first, then up, which finishes
-      groups_.push_back(tiles_.group({{p.w[0], nullptr, nullptr}}));
+      groups_.push_back(tiles_.group({{p.w[0], p.bias[0], nullptr}}));
       groups_.push_back(tiles_.group({up}));
     }
     groups_.back().args.activation = uint32_t(p.activation);

@@ -18,7 +18,8 @@
 namespace apu::gpu {
 
 static_assert(uint32_t(kActNone) == APU_ACT_NONE && uint32_t(kActSilu) == APU_ACT_SILU &&
-              uint32_t(kActGeluTanh) == APU_ACT_GELU_TANH && uint32_t(kActGeluErf) == APU_ACT_GELU_ERF);
+              uint32_t(kActGeluTanh) == APU_ACT_GELU_TANH && uint32_t(kActGeluErf) == APU_ACT_GELU_ERF &&
+              uint32_t(kActSwigluOai) == APU_ACT_SWIGLU_OAI);
 
 namespace {
 

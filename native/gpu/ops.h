@@ -113,7 +113,8 @@ struct Product {
   bool output_rows = false; // rows are counted by StepCounts::outputs, not ::rows
 };
 struct ExpertProduct {
-  Matrix w[2]; // gate and up, or one; rows is N of one expert
+  Matrix w[2];               // gate and up, or one; rows is N of one expert
+  const float *bias[2] = {}; // (E, N) of w, or null
   int32_t activation = APU_ACT_NONE;
   float limit = 0;                 // of gate and up, 0 for none
   uint32_t experts = 0;            // E

@@ -23,7 +23,7 @@ public:
     product.out = b.scratch(op.out[0]);
     InputDesc input;
     for (int m = 0; m < (product.second ? 1 : 2); ++m) {
-      product.w[m] = b.matrix(op.w[1 + m]);
+      product.w[m] = b.matrix(op.w[1 + m]), product.bias[m] = b.vector(op.w[3 + m]);
       const bool quantized = cpu::has_quantized_rows(product.w[m].type, op.i[1]);
       (quantized ? input.quantized : input.floats) = true;
     }

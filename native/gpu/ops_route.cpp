@@ -30,6 +30,7 @@ public:
     args_.scale = op.f[1];
     args_.floor = op.f[2];
     args_.bias = b.vector(op.w[2]);
+    args_.added = b.vector(op.w[4]);
     args_.groups = uint32_t(op.i[2]);
     args_.groups_used = uint32_t(op.i[3]);
     args_.group_sum2 = op.i[4] == APU_GROUP_SUM2;

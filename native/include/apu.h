@@ -256,8 +256,9 @@ enum {
   APU_OP_MATMUL = 3,
   /* Per-head norm and rotary embedding of q in place (in0 = out0, (T,H,d)) and k (in1 (T,K,d)), then k and v (in2) go
    * to the pages of state0 and state1. w0, w1 q and k norm weights (d) or none, f0 = eps; w2 frequency factors
-   * (i0 / 2) or none. i0 rotary dims, i1 APU_ROPE_*, i2 original context of YaRN; f1 base, f2 frequency scale,
-   * f3 YaRN extrapolation mix (0: none), f4 magnitude, f5 beta_fast, f6 beta_slow. */
+   * (i0 / 2) or none. i0 rotary dims, i1 APU_ROPE_*, i2 original context of YaRN, i4 = 1: the dimensions between which
+   * it mixes are not rounded to whole ones; f1 base, f2 frequency scale, f3 YaRN extrapolation mix (0: none), f4
+   * magnitude, f5 beta_fast, f6 beta_slow. */
   APU_OP_ROPE_STORE = 4,
   /* out0 (T,H*d) = softmax(f0 * q k^T) v over the row's sequence up to its position. in0 q (T,H,d), state0 k, state1 v,
    * F32, F16 or Q8_0.
@@ -268,23 +269,24 @@ enum {
   /* in0 logits (O,V): fills the result of every apu_output. */
   APU_OP_SAMPLE = 7,
   /* Chooses experts: in0 (T,D), w0 norm weight (D) or none with f0 = eps, w1 router (E,D), in float whatever its type.
-   * Scores (T,E) are i0 = APU_SCORE_* of the products. out0 (T,k) I32: ids of the k best, of equal scores the lowest,
-   * ascending in each row. out1 (T,k): their scores, where i1 = 1 divided by their sum or f2 if that is more, times
-   * f1. For the choice alone, w2 (E) or none is added to the scores, and where i2 > 0 a row chooses among i3 of i2
-   * groups of experts that lie together: those of the best i4 = APU_GROUP_*, of equal ones the lowest. With w3 (V,k)
-   * I32 there is no choice: a row goes to its token's k experts, and w2 and i2 are absent. */
+   * Scores (T,E) are i0 = APU_SCORE_* of the products, to which w4 (E) or none is added. out0 (T,k) I32: ids of the k
+   * best, of equal scores the lowest, ascending in each row. out1 (T,k): their scores, where i1 = 1 divided by their
+   * sum or f2 if that is more, times f1. For the choice alone, w2 (E) or none is added to the scores, and where i2 > 0
+   * a row chooses among i3 of i2 groups of experts that lie together: those of the best i4 = APU_GROUP_*, of equal ones
+   * the lowest. With w3 (V,k) I32 there is no choice: a row goes to its token's k experts, and w2 and i2 are absent. */
   APU_OP_ROUTE = 8,
   /* The chosen experts' matrices, (E,N,K) each as files stack them. in1 (T,k) I32: out0 of an earlier ROUTE over E.
    * i1: APU_PRECISION_DEFAULT or _EXACT.
    * First half, i0 = APU_ACT_*: in0 (T,K), w0 norm weight (K) or none with f0 = eps, w1 gate, w2 up;
-   * out0 (T,k,N) = act(gate) * up. f1: as f2 of MATMUL.
-   * Second half, i0 = APU_ACT_NONE: in0 (T,k,K), w1; in2 (T,k) the slots' weights; in3 residual (T,N) or none, may be
-   * out0 itself; out0 (T,N) = residual + weight * product of slot 0, + of slot 1, ... in this order. */
+   * w3 and w4 their biases (E*N) or none; out0 (T,k,N) = act(gate) * up. f1: as f2 of MATMUL.
+   * Second half, i0 = APU_ACT_NONE: in0 (T,k,K), w1, w3 its bias (E*N) or none; in2 (T,k) the slots' weights; in3
+   * residual (T,N) or none, may be out0 itself; out0 (T,N) = residual + weight * (product + bias) of slot 0, + of slot
+   * 1, ... in this order. */
   APU_OP_EXPERTS = 9,
   /* Latent attention: a token's row of state0 (one head of r + i0 elements) serves all heads as key, and its beginning
    * as value. Rotary embedding of the last i0 elements of each of the i3 heads of q in place (in0 = out0, (T,H,d)); in1
-   * (T, r + i0): rms(first r; f0 = eps) * w0 (r), then the others rotated, go to the page. w2, i1, i2, f1 to f6 as in
-   * ROPE_STORE. */
+   * (T, r + i0): rms(first r; f0 = eps) * w0 (r), then the others rotated, go to the page. w2, i1, i2, i4, f1 to f6 as
+   * in ROPE_STORE. */
   APU_OP_LATENT_STORE = 10,
   /* Each head by a matrix of its own: in0 (T,H,K+i2), out0 (T,H,N+i2): N products of the head's first K elements, then
    * its last i2 as they are. w0 (H,N,K), or (H,K,N) where i0 = 1, whose rows times the K elements are added in order,
@@ -305,24 +307,24 @@ enum {
   APU_OP_STREAMS_OUT = 14,
   /* One head that is key and value of all H: q in place (in0 = out0, (T,H,d)): each head divided by its rms (f0 = eps);
    * in1 (T,d): rms(in1; f0) * w0 (d). Rotary embedding of the last i0 elements of both; in1's others as i3 =
-   * APU_ROUND_*; then in1 goes to the page of state0. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+   * APU_ROUND_*; then in1 goes to the page of state0. w2, i1, i2, i4, f1 to f6 as in ROPE_STORE. */
   APU_OP_SHARED_STORE = 15,
   /* Compresses m tokens to one row. in0 (T,C*d), in1 (T,C*d) its gate, to which the row of w0 (m,C*d) of position mod m
    * is added; both go to the page of state0, one head of 2*C*d elements in F32. A row that ends m tokens makes row
    * position / m of state1, whose pages hold 128 / m rows of one head of d: C = 1: the tokens' in0, weighted by a
    * softmax over the tokens of each element's gate; C = 2: over the m tokens before, where there are any, with the
    * first d elements, and the m tokens, with the last d. Then rms(f0 = eps) * w1 (d), rotary embedding of the last i0
-   * elements at the first token's position, and i3 = APU_ROUND_*. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+   * elements at the first token's position, and i3 = APU_ROUND_*. w2, i1, i2, i4, f1 to f6 as in ROPE_STORE. */
   APU_OP_COMPRESS = 16,
   /* Chooses compressed rows. q in place (in0 = out1, (T,H,d)): rotary embedding of the last i0 elements of each head,
    * then i3 = APU_ROUND_*. Score of row r of state0, as COMPRESS makes them: f7 * sum over heads of in1 (T,H) *
    * max(q . r, 0). out0 (T,k) I32: of the rows whose tokens all lie up to the row's position, those of the k best
-   * scores, of equal ones the lowest, ascending; then -1. w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+   * scores, of equal ones the lowest, ascending; then -1. w2, i1, i2, i4, f1 to f6 as in ROPE_STORE. */
   APU_OP_INDEX = 17,
   /* Attention over the window of state0, as SHARED_STORE fills it, and compressed rows of state1, or none: those of in1
    * (T,k) I32, as INDEX makes them, or without in1 all whose tokens lie up to the row's position. in0 q (T,H,d); out0
    * (T,H,d) = softmax(f7 * q c^T) c over these rows c, its last i0 elements then rotated back. w0 sinks (H) or none;
-   * w2, i1, i2, f1 to f6 as in ROPE_STORE. */
+   * w2, i1, i2, i4, f1 to f6 as in ROPE_STORE. */
   APU_OP_SPARSE_ATTENTION = 18
 };
 
@@ -332,7 +334,8 @@ enum { APU_SCORE_SOFTMAX = 0, APU_SCORE_SIGMOID = 1, APU_SCORE_SQRT_SOFTPLUS = 2
 enum { APU_ROUND_NONE = 0, APU_ROUND_E4M3 = 1, APU_ROUND_FP4 = 2 };
 enum { APU_GROUP_MAX = 0, APU_GROUP_SUM2 = 1 }; /* of a group's scores: the largest, the two largest added */
 
-enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3 };
+/* What a gated pair gives: act(gate) * up; SWIGLU_OAI: gate * sigmoid(1.702 * gate) * (up + 1). */
+enum { APU_ACT_NONE = 0, APU_ACT_SILU = 1, APU_ACT_GELU_TANH = 2, APU_ACT_GELU_ERF = 3, APU_ACT_SWIGLU_OAI = 4 };
 /* Activations that meet quantised weights. DEFAULT: int8, one scale for 16. EXACT: float. FINE: twice int8, the second
  * time of what the first lost (15 bits), the two products added; for one row half as slow again as DEFAULT. */
 enum { APU_PRECISION_DEFAULT = 0, APU_PRECISION_EXACT = 1, APU_PRECISION_FINE = 2 };

@@ -13,8 +13,9 @@ std::vector<double> rope_frequencies(const apu_op &op, const float *factors) {
   };
   double low = 0, high = 0;
   if (mix > 0) {
-    low = std::max(0.0, std::floor(turns_at(op.f[5])));
-    high = std::min(dims - 1, std::ceil(turns_at(op.f[6])));
+    low = turns_at(op.f[5]), high = turns_at(op.f[6]);
+    if (!op.i[4]) low = std::floor(low), high = std::ceil(high);
+    low = std::max(0.0, low), high = std::min(dims - 1, high);
     if (high - low < 0.001) high = low + 0.001;
   }
   for (int i = 0; i < op.i[0] / 2; ++i) {

@@ -44,7 +44,7 @@ apu_status check_matmul(const OpCheck &c) {
   TRY(c.positive("f0 (eps)", op.f[0], true));
   TRY(c.positive("f1 (soft cap)", op.f[1], true));
   TRY(c.positive("f2 (limit)", op.f[2], true));
-  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
+  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_SWIGLU_OAI));
   TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_FINE));
   bool gated = op.i[0] != APU_ACT_NONE, ended = false;
   for (int m = 0; m < 4; ++m) {
@@ -201,7 +201,7 @@ apu_status check_sample(const OpCheck &c) {
 
 apu_status check_route(const OpCheck &c) {
   const apu_op &op = c.op();
-  TRY(c.operands(1, 3, 15, 0));
+  TRY(c.operands(1, 3, 31, 0));
   TRY(c.scratch("in", 0, op.in[0], 0, op.w[3] == APU_NONE ? -1 : APU_ROWS_STEP));
   const Tensor &in = *c.info().tensor(op.in[0]);
   TRY(c.vector(0, in.inner));
@@ -228,6 +228,7 @@ apu_status check_route(const OpCheck &c) {
     if (op.w[2] != APU_NONE || op.i[2] != 0) return c.bad("w3: a row's experts are given, expected no w2 and i2 = 0");
   }
   TRY(c.vector(2, router.rows));
+  TRY(c.vector(4, router.rows));
   TRY(c.number("i2 (groups)", op.i[2], 0, int32_t(router.rows)));
   if (op.i[2] > 0) {
     const uint64_t groups = uint64_t(op.i[2]), size = router.rows / groups;
@@ -250,13 +251,13 @@ apu_status check_route(const OpCheck &c) {
 
 apu_status check_experts(const OpCheck &c) {
   const apu_op &op = c.op();
-  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_GELU_ERF));
+  TRY(c.number("i0 (activation)", op.i[0], APU_ACT_NONE, APU_ACT_SWIGLU_OAI));
   TRY(c.number("i1 (precision)", op.i[1], APU_PRECISION_DEFAULT, APU_PRECISION_EXACT));
   bool gated = op.i[0] != APU_ACT_NONE;
   if (gated)
-    TRY(c.operands(3, 1, 7, 0));
+    TRY(c.operands(3, 1, 0x1f, 0));
   else
-    TRY(c.operands(15, 1, 2, 0));
+    TRY(c.operands(15, 1, 0xa, 0));
   TRY(c.scratch("in", 0, op.in[0], 0, -1));
   const Tensor &in = *c.info().tensor(op.in[0]);
   TRY(c.positive("f1 (limit)", op.f[1], true));
@@ -272,6 +273,8 @@ apu_status check_experts(const OpCheck &c) {
   uint64_t columns = gated ? in.inner : in.inner / k;
   TRY(c.stack(1, experts, 0, columns));
   uint64_t n = c.info().tensor(op.w[1])->d.shape[1];
+  TRY(c.vector(3, experts * n));
+  TRY(c.vector(4, experts * n));
   if (gated) {
     TRY(c.vector(0, columns));
     TRY(c.positive("f0 (eps)", op.f[0], true));
@@ -298,6 +301,7 @@ apu_status check_rope(const OpCheck &c, uint64_t least, uint64_t most) {
   if (op.i[0] % 2) return c.bad("i0 (rotary dims) is %d, expected an even number", op.i[0]);
   TRY(c.number("i1 (rotary style)", op.i[1], APU_ROPE_PAIRS, APU_ROPE_HALVES));
   TRY(c.number("i2 (original context)", op.i[2], 0, INT32_MAX));
+  TRY(c.number("i4 (dimensions as they are)", op.i[4], 0, 1));
   if (op.i[0] == 0) return APU_OK;
   TRY(c.vector(2, uint64_t(op.i[0]) / 2));
   TRY(c.positive("f1 (base)", op.f[1], false));

@@ -104,6 +104,17 @@ _EXPERTS = {
 _LLAMA = _ATTENTION | _GATED
 _GEMMA3 = _ATTENTION | _HEAD_NORMS | {"post_attention_norm": "D"} | _GATED | {"post_ffw_norm": "D"}
 _QWEN2 = _ATTENTION | {"attn_q.bias": "H*d", "attn_k.bias": "K*d", "attn_v.bias": "K*d"} | _GATED
+_GPT_OSS = _ATTENTION | {
+    **{f"attn_{n}.bias": letters for n, letters in (("q", "H*d"), ("k", "K*d"), ("v", "K*d"), ("output", "D"))},
+    "attn_sinks": "H",
+    "post_attention_norm": "D",
+    "ffn_gate_inp": "E D",
+    "ffn_gate_inp.bias": "E",
+    **{f"ffn_{n}_exps": "E F D" for n in ("gate", "up")},
+    **{f"ffn_{n}_exps.bias": "E F" for n in ("gate", "up")},
+    "ffn_down_exps": "E D F",
+    "ffn_down_exps.bias": "E D",
+}
 _QWEN3 = _ATTENTION | _HEAD_NORMS | _GATED
 _QWEN3MOE = _ATTENTION | _HEAD_NORMS | _EXPERTS
 
@@ -124,12 +135,48 @@ def _qwen3_keys(s: Mapping[str, int]) -> dict[str, Any]:
     return _common(s, 40_960, 1e-6, 1_000_000.0)
 
 
-def _qwen3moe_keys(s: Mapping[str, int]) -> dict[str, Any]:
-    return _qwen3_keys(s) | {
+def _mixture_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return {
         "expert_count": s["E"],
         "expert_used_count": s["k"],
         "expert_feed_forward_length": s["F"],
     }
+
+
+def _qwen3moe_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _qwen3_keys(s) | _mixture_keys(s)
+
+
+def _gpt_oss_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    scaling = {"type": "yarn", "factor": 32.0, "original_context_length": 4096}
+    keys = _common(s, 131_072, 1e-5, 150_000.0) | _mixture_keys(s) | {"attention.sliding_window": 128}
+    return keys | {f"rope.scaling.{name}": value for name, value in scaling.items()}
+
+
+def _glm4moe_keys(s: Mapping[str, int]) -> dict[str, Any]:
+    return _common(s, 131_072, 1e-5, 1_000_000.0) | {
+        "rope.dimension_count": s["d"] // 2,
+        "leading_dense_block_count": min(s["dense"], s["L"]),
+        "expert_count": s["E"],
+        "expert_used_count": s["k"],
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": s["Fe"],
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "vocab_size": s["V"],
+    }
+
+
+def _glm4moe_layer(layer: int, s: Mapping[str, int]) -> dict[str, str]:
+    out = _ATTENTION | {"attn_q.bias": "H*d", "attn_k.bias": "K*d", "attn_v.bias": "K*d"}
+    out |= (_HEAD_NORMS if s["norms"] else {}) | {"post_attention_norm": "D"}
+    if layer < s["dense"]:
+        return out | {"ffn_gate": "F D", "ffn_up": "F D", "ffn_down": "D F"}
+    out |= {"ffn_gate_inp": "E D", "exp_probs_b.bias": "E"}
+    out |= {"ffn_gate_exps": "E Fe D", "ffn_up_exps": "E Fe D", "ffn_down_exps": "E D Fe"}
+    return out | {"ffn_gate_shexp": "Fe D", "ffn_up_shexp": "Fe D", "ffn_down_shexp": "D Fe"}
 
 
 def _deepseek2_keys(s: Mapping[str, int]) -> dict[str, Any]:
@@ -288,6 +335,12 @@ def _gemma(L: int, D: int, H: int, K: int, F: int, window: int, V: int = 262_144
 _QWEN3_30B = {"L": 48, "D": 2048, "H": 32, "K": 4, "d": 128, "F": 768, "E": 128, "k": 8, "V": _QWEN_V}
 _QWEN3_TINY = {"L": 2, "D": 256, "H": 4, "K": 2, "d": 64, "F": 256, "E": 8, "k": 2, "V": 1024}
 
+_GPT_OSS_20B = {"L": 24, "D": 2880, "H": 64, "K": 8, "d": 64, "F": 2880, "E": 32, "k": 4, "V": 201_088}
+_GPT_OSS_TYPES = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), "Q8_0")
+_GLM_AIR = {"L": 46, "D": 4096, "H": 96, "K": 8, "d": 128, "F": 10_944, "Fe": 1408, "E": 128, "k": 8, "V": 151_552}
+_GLM_AIR |= {"dense": 1, "norms": 0}
+_GLM = _GLM_AIR | {"L": 92, "D": 5120, "F": 12_288, "Fe": 1536, "E": 160, "dense": 3, "norms": 1}
+
 _V2_ROUTER: dict[str, Any] = {
     "expert_gating_func": 1,
     "expert_weights_norm": False,
@@ -365,6 +418,28 @@ ARCHITECTURES: dict[str, Architecture] = {
                 size=2.9e9,
             ),
             "30b": Preset(_QWEN3_30B, "Qwen3 30B-A3B", {"feed_forward_length": 6144}),
+        },
+    ),
+    "gpt-oss": Architecture(
+        keys=_gpt_oss_keys,
+        layer=lambda i, s: _GPT_OSS,
+        vocabulary=vocabularies.gpt_oss,
+        presets={
+            "tiny": Preset(_QWEN3_TINY, "for tests"),
+            "20b": Preset(_GPT_OSS_20B, "gpt-oss-20b; --type MXFP4 as published", types=_GPT_OSS_TYPES),
+            "120b": Preset(
+                _GPT_OSS_20B | {"L": 36, "E": 128}, "gpt-oss-120b; --type MXFP4 as published", types=_GPT_OSS_TYPES
+            ),
+        },
+    ),
+    "glm4moe": Architecture(
+        keys=_glm4moe_keys,
+        layer=_glm4moe_layer,
+        vocabulary=vocabularies.glm4,
+        presets={
+            "tiny": Preset(_QWEN3_TINY | {"F": 512, "Fe": 256, "dense": 1, "norms": 1}, "for tests"),
+            "4.5-air": Preset(_GLM_AIR, "GLM 4.5-Air, without next-token prediction", {"expert_weights_scale": 1.0}),
+            "4.5": Preset(_GLM, "GLM 4.5 and 4.6, without next-token prediction", {"expert_weights_scale": 2.5}),
         },
     ),
     "deepseek2": Architecture(
@@ -515,7 +590,7 @@ def tensors(arch: Architecture, preset: Preset, mix: Mix, layers: int) -> list[T
         own = name.split(".", 2)[2] if name.startswith("blk.") else name
         full = name if name.endswith(".bias") else f"{name}.weight"
         fixed = preset.types.get(own) or arch.types.get(own)
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith(".bias"):
             out.append(Tensor(full, shape, "F32"))
         elif fixed:
             out.append(Tensor(full, shape, fixed, s["E"] if fixed == "I32" else 0))

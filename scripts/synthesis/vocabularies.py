@@ -37,6 +37,14 @@ _DEEPSEEK3_TEMPLATE = (
     "<\uff5cUser\uff5c>{{ message['content'] }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<\uff5cAssistant\uff5c>{% endif %}"
 )
+_HARMONY_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+_GLM_TEMPLATE = (
+    "[gMASK]<sop>{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 _GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<start_of_turn>"
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n{{ message['content'] }}<end_of_turn>\n"
@@ -171,6 +179,42 @@ def deepseek4(V: int) -> dict[str, Any]:
         "tokenizer.ggml.pre": "joyai-llm",
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,
+    }
+
+
+def gpt_oss(V: int) -> dict[str, Any]:
+    """gpt-oss (o200k_harmony): 199,998 words, 21 special tokens, padding up to 201,088."""
+    names = {0: "startoftext", 1: "endoftext", 4: "return", 5: "constrain", 7: "channel", 8: "start", 9: "end"}
+    names |= {10: "message", 14: "call", 20: "endofprompt"}
+    meta = _bpe("gpt-4o", V, 199_998, [f"<|{names.get(i, f'reserved_{199_998 + i}')}|>" for i in range(21)])
+    first = min(199_998, V - 21)
+    return meta | {
+        "tokenizer.ggml.bos_token_id": first,
+        "tokenizer.ggml.eos_token_id": first + 4,
+        "tokenizer.ggml.padding_token_id": first + 1,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _HARMONY_TEMPLATE,
+    }
+
+
+_GLM_CONTROL = [
+    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>",
+    "<|observation|>",
+]  # fmt: skip
+_GLM_USER = ["/nothink", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+
+def glm4(V: int) -> dict[str, Any]:
+    """GLM 4.5: 151,329 words, special tokens, padding up to 151,552."""
+    meta = _bpe("glm4", V, 151_329, [*_GLM_CONTROL, *_GLM_USER], _GLM_USER)
+    first = min(151_329, V - len(_GLM_CONTROL) - len(_GLM_USER))
+    return meta | {
+        "tokenizer.ggml.bos_token_id": first + 2,
+        "tokenizer.ggml.eos_token_id": first,
+        "tokenizer.ggml.eot_token_id": first + 7,
+        "tokenizer.ggml.padding_token_id": first,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _GLM_TEMPLATE,
     }
 
 

@@ -17,6 +17,10 @@ from transformers import (
     DeepseekV4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -89,6 +93,11 @@ _DEEPSEEK4 = {
     },
 }
 _GEMMA3 = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+_GPT_OSS = _NAMES | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+_GLM4 = _GPT_OSS | {
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{n}_shexp": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
+}
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -179,6 +188,69 @@ def qwen3(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = N
     if s["experts"]:
         return _filled(Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | extra)), state)
     return _filled(Qwen3ForCausalLM(Qwen3Config(**fields | extra)), state)
+
+
+def gpt_oss(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """GptOssForCausalLM, which has the rows of gate and up in turn, and experts' matrices transposed."""
+    s = tiny.shape
+    fields = _dense(s | {"rope_base": 150000.0, "tied": False}) | {
+        "num_local_experts": s["experts"],
+        "num_experts_per_tok": s["used"],
+        "sliding_window": s["window"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    }
+    given = dict(tensors or tiny.tensors)
+    state = {}
+    for layer in range(s["layers"]):
+        own, hf = f"blk.{layer}", f"model.layers.{layer}"
+        state[f"{hf}.self_attn.sinks"] = given.pop(f"{own}.attn_sinks.weight")
+        for kind, name in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (given.pop(f"{own}.ffn_{n}_exps.{kind}") for n in ("gate", "up", "down"))
+            both = np.stack([gate, up], 2).reshape(gate.shape[0], 2 * gate.shape[1], *gate.shape[2:])
+            state[f"{hf}.mlp.experts.gate_up_proj{name}"] = both.swapaxes(1, -1) if kind == "weight" else both
+            state[f"{hf}.mlp.experts.down_proj{name}"] = down.swapaxes(1, -1) if kind == "weight" else down
+    state |= {_hf_name(name, _GPT_OSS): values for name, values in given.items()}
+    return _filled(GptOssForCausalLM(GptOssConfig(**fields | extra)), state)
+
+
+def glm4moe(tiny: TinyModel, tensors: Mapping[str, NDArray[np.float32]] | None = None, **extra: Any) -> torch.nn.Module:
+    """Glm4MoeForCausalLM with the tiny model's weights, but of the layers that predict further tokens."""
+    s = tiny.shape
+    fields = _dense(s | {"rope_base": 1_000_000.0, "tied": False}) | {
+        "moe_intermediate_size": s["Fe"],
+        "n_routed_experts": s["experts"],
+        "num_experts_per_tok": s["used"],
+        "n_shared_experts": 1,
+        "first_k_dense_replace": s["dense"],
+        "routed_scaling_factor": 2.5,
+        "n_group": s["groups"],
+        "topk_group": s["groups_used"],
+        "attention_bias": s["bias"],
+        "use_qk_norm": s["head_norms"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+    }
+    kept = {f"blk.{layer}" for layer in range(s["layers"])}
+    given = {
+        name: values
+        for name, values in (tensors or tiny.tensors).items()
+        if not name.startswith("blk.") or name.rsplit(".", 2)[0] in kept
+    }
+    state = {}
+    for layer in range(s["dense"], s["layers"]):
+        gate, up, down = (given.pop(f"blk.{layer}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
+        mlp = f"model.layers.{layer}.mlp"
+        state |= {f"{mlp}.experts.gate_up_proj": np.concatenate([gate, up], 1), f"{mlp}.experts.down_proj": down}
+        state[f"{mlp}.gate.e_score_correction_bias"] = given.pop(f"blk.{layer}.exp_probs_b.bias")
+    state |= {_hf_name(name, _GLM4): values for name, values in given.items()}
+    return _filled(Glm4MoeForCausalLM(Glm4MoeConfig(**fields | extra)), state)
 
 
 def deepseek(

@@ -17,7 +17,7 @@ from shim import Buffer, Shim
 Floats = npt.NDArray[np.float32]
 
 WAVES, SET, FLOAT_SET, ITEM, FLOAT_ITEM, EXTRA = 4, 2, 4, 64, 32, 32  # matvec_args.h
-ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU_ERF = range(4)
+ACT_NONE, ACT_SILU, ACT_GELU_TANH, ACT_GELU_ERF, ACT_SWIGLU_OAI = range(5)
 NONE = (1 << 32) - 1  # kNone
 
 

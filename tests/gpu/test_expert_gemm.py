@@ -94,7 +94,12 @@ def run_experts(
     n = len(sides[0].weights) // experts
     out = shim.output((pairs, n), np.float32)
     fields = [
-        {"w": {**make_matrix(shim, side, k), "rows": n}, "out": out, "column_begin": n * m}
+        {
+            "w": {**make_matrix(shim, side, k), "rows": n},
+            "bias": 0 if side.bias is None else shim.input(side.bias),
+            "out": out,
+            "column_begin": n * m,
+        }
         for m, side in enumerate(sides)
     ]
     pair = len(sides) == 2
@@ -150,9 +155,14 @@ def test_first_half(shim: Shim, dtype: Q, large: bool) -> None:
     ids = choose(rows, used, experts)
     x = (random_activations(rows, k) / 64).astype(np.float32)
     cuts = tuple(n * e for e in range(1, experts)) if dtype is Q.Q4_K else ()
-    sides = [Side(dtype, random_weights(dtype, experts * n, k, m), align=1, cuts=cuts) for m in range(2)]
+    biases = np.random.default_rng(1).standard_normal((2, experts, n)).astype(np.float32) * (dtype is not Q.Q4_0)
+    sides = [
+        Side(dtype, random_weights(dtype, experts * n, k, m), bias.reshape(-1), align=1, cuts=cuts)
+        for m, bias in enumerate(biases)
+    ]
     got = run_experts(shim, x, sides, ids, experts, Options(large=large)).reshape(rows, used, n)
     (gate, gate_bound), (up, up_bound) = (products(dtype, s, values_of(dtype, x), ids, experts) for s in sides)
+    gate, up = (y + bias[ids] for y, bias in zip((gate, up), biases, strict=True))
     silu = gate / (1 + np.exp(-np.clip(gate, -700, None)))
     bound = 1.2 * np.abs(up) * gate_bound + (np.abs(silu) + gate_bound) * up_bound + 1e-5
     assert np.all(np.abs(got - silu * up) <= bound)
@@ -164,10 +174,11 @@ def test_second_half(shim: Shim, large: bool) -> None:
     dtype = Q.Q5_1
     ids = choose(rows, used, experts)
     x = random_activations(rows * used, k)
-    side = Side(dtype, random_weights(dtype, experts * n, k), align=3)
+    bias = np.random.default_rng(1).standard_normal((experts, n)).astype(np.float32)
+    side = Side(dtype, random_weights(dtype, experts * n, k), bias.reshape(-1), align=3)
     got = run_experts(shim, x, [side], ids, experts, Options(large=large), second=True)
     y, bound = products(dtype, side, values_of(dtype, x).reshape(rows, used, k), ids, experts)
-    assert np.all(np.abs(got.reshape(rows, used, n) - y) <= bound)
+    assert np.all(np.abs(got.reshape(rows, used, n) - (y + bias[ids])) <= bound + 1e-6)
 
     rng = np.random.default_rng(2)
     weights, residual = rng.random((rows, used)).astype(np.float32), rng.random((rows, n)).astype(np.float32)

@@ -187,6 +187,24 @@ def test_experts_of_few_rows(device: Device, gpu: Device, shape: str, kinds: str
 
 
 @pytest.mark.usefixtures("eight_rows")
+@pytest.mark.parametrize("kinds", ["fff", "qqq", "fqh"])
+def test_biases(device: Device, gpu: Device, kinds: str) -> None:
+    """Of the router and the experts, with the activation that goes with them, as the CPU has them."""
+    E, k, F = native_experts.SHAPES["usual"]
+    rng = np.random.default_rng(3)
+    x, router = (rng.standard_normal(s).astype(np.float32) for s in ((64, 160), (E, 160)))
+    outs = []
+    for which in (device, gpu):
+        mixture = native_experts.Mixture(x, router / np.float32(8), k, F, kinds=kinds, biased=True)
+        with mixture.rig.build(which) as plan:
+            plan.run(Step().sequence(range(8)))
+            outs.append([plan.read(at, 8) for at in (mixture.ids, mixture.weights, mixture.out)])
+    assert np.array_equal(outs[0][0], outs[1][0])
+    np.testing.assert_allclose(outs[1][1], outs[0][1], rtol=1e-5)
+    assert np.abs(outs[1][2] - outs[0][2]).max() <= (5e-3 if "q" in kinds else 2e-5) * np.abs(outs[0][2]).max()
+
+
+@pytest.mark.usefixtures("eight_rows")
 @pytest.mark.parametrize("residual", ["in place", "apart", "none"])
 def test_residual_and_exact_precision(gpu: Device, residual: str) -> None:
     rng = np.random.default_rng(4)

@@ -10,6 +10,7 @@ from matvec_cases import (
     ACT_GELU_ERF,
     ACT_GELU_TANH,
     ACT_SILU,
+    ACT_SWIGLU_OAI,
     Floats,
     Options,
     Side,
@@ -93,10 +94,14 @@ def gelu_erf(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * np.vectorize(erfc)(-x / np.sqrt(2))
 
 
-ACTIVATIONS = {ACT_SILU: silu, ACT_GELU_TANH: gelu_tanh, ACT_GELU_ERF: gelu_erf}
+def swish(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-1.702 * x))
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS, ids=("silu", "gelu_tanh", "gelu_erf"))
+ACTIVATIONS = {ACT_SILU: silu, ACT_GELU_TANH: gelu_tanh, ACT_GELU_ERF: gelu_erf, ACT_SWIGLU_OAI: swish}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS, ids=("silu", "gelu_tanh", "gelu_erf", "swiglu_oai"))
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=lambda t: t.name.lower())
 def test_gated_pair(shim: Shim, dtype: Q, kind: int) -> None:
     k, n, rows = 256, 19, 2
@@ -107,6 +112,7 @@ def test_gated_pair(shim: Shim, dtype: Q, kind: int) -> None:
     sides = [Side(dtype, random_weights(dtype, n, k, seed=s), bias[s]) for s in range(2)]
     a = quantize(x)
     gate, up = (expected(dtype, s.weights, a.values(k))[0] + s.bias for s in sides)
+    up = up + (kind == ACT_SWIGLU_OAI)
     y = ACTIVATIONS[kind](gate) * up
     residual = rng.standard_normal((rows, n)).astype(np.float32)
     name = f"matvec_{dtype.name.lower()}"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 from harness import Running, running
+from mixtures import tiny_glm4moe_gguf, tiny_gpt_oss_gguf
 from numpy.typing import NDArray
 
 from apu_engine._native import Device, lib
@@ -36,6 +37,8 @@ MODELS: dict[str, tuple[Callable[..., TinyModel], dict[str, Any], Callable[..., 
     "qwen2": (tiny_qwen2_gguf, {}, reference.qwen2),
     "qwen3": (tiny_qwen3_gguf, {"tied": True}, reference.qwen3),
     "qwen3moe": (tiny_qwen3_gguf, {"experts": 8}, reference.qwen3),
+    "glm4moe": (tiny_glm4moe_gguf, {"layers": 2}, reference.glm4moe),
+    "gpt-oss": (tiny_gpt_oss_gguf, {"layers": 2}, reference.gpt_oss),
     "deepseek2": (tiny_deepseek2_gguf, V3, reference.deepseek),
     "deepseek2-lite": (
         tiny_deepseek2_gguf,

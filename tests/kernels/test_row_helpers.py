@@ -31,10 +31,11 @@ ACTIVATIONS: dict[int, Callable[[F64], F64]] = {
     lib.APU_ACT_SILU: lambda x: x * logistic(x),
     lib.APU_ACT_GELU_TANH: lambda x: x * logistic(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)),
     lib.APU_ACT_GELU_ERF: lambda x: x * normal_cdf(x),
+    lib.APU_ACT_SWIGLU_OAI: lambda x: x * logistic(1.702 * x) * 2,  # up is 1
 }
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS, ids=["silu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("kind", ACTIVATIONS, ids=["silu", "gelu_tanh", "gelu_erf", "swiglu_oai"])
 @pytest.mark.parametrize("reach", [3.0, 15.0, 90.0])
 def test_activations(levels: tuple[Level, ...], kind: int, reach: float) -> None:
     """Within 1e-6, or 2e-7 of the argument where the result is a vanishing tail."""

@@ -15,6 +15,7 @@ from apu_engine._native import Device, lib
 F64 = NDArray[np.float64]
 EPS = 1e-5
 ROWS = 40
+LIMIT = 2.5  # of mixtures with biases
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -55,6 +56,7 @@ class Mixture:
         cuts: tuple[int, int, int, int] = (1, 1, 1, 1),
         residual: str = "in place",
         precision: int = 0,
+        biased: bool = False,
     ) -> None:
         D, E = x.shape[1], len(router)
         self.rig = rig = Rig(rows=ROWS, vocabulary=len(x))
@@ -62,11 +64,19 @@ class Mixture:
         self.ids = rig.scratch("ids", k, dtype=lib.APU_I32)
         self.weights = rig.scratch("weights", k)
         w = NONE if norm is None else rig.weight("norm", norm)
+        self.biases: dict[str, NDArray[np.float32]] = {}
+
+        def bias(name: str, *shape: int) -> int:
+            if not biased:
+                return NONE
+            self.biases[name] = random(*shape, seed=sum(shape)) * np.float32(2)
+            return rig.weight(name, self.biases[name].reshape(-1))
+
         rig.op(
             lib.APU_OP_ROUTE,
             ins=(self.x,),
             outs=(self.ids, self.weights),
-            weights=(w, rig.weight("router", router, cuts=cuts[0])),
+            weights=(w, rig.weight("router", router, cuts=cuts[0]), NONE, NONE, bias("router_bias", E)),
             ints=(score, int(divide)),
             floats=(EPS, scale, floor),
         )
@@ -91,15 +101,15 @@ class Mixture:
             lib.APU_OP_EXPERTS,
             ins=(self.x, self.ids),
             outs=(self.h,),
-            weights=(w, *matrices[:2]),
-            ints=(lib.APU_ACT_SILU, precision),
-            floats=(EPS,),
+            weights=(w, *matrices[:2], bias("gate_bias", E, F), bias("up_bias", E, F)),
+            ints=(lib.APU_ACT_SWIGLU_OAI if biased else lib.APU_ACT_SILU, precision),
+            floats=(EPS, LIMIT if biased else 0.0),
         )
         rig.op(
             lib.APU_OP_EXPERTS,
             ins=(self.h, self.ids, self.weights, NONE if residual == "none" else self.x),
             outs=(self.out,),
-            weights=(NONE, matrices[2]),
+            weights=(NONE, matrices[2], NONE, bias("down_bias", E, D)),
             ints=(lib.APU_ACT_NONE, precision),
         )
 
@@ -109,8 +119,14 @@ class Mixture:
         out = np.zeros(x.shape)
         for t, chosen in enumerate(ids):
             for e, weight in zip(chosen, weights[t], strict=True):
-                g = gate[e] @ x[t]
-                out[t] += weight * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
+                g, u = gate[e] @ x[t], up[e] @ x[t]
+                if not self.biases:
+                    out[t] += weight * (down[e] @ (g / (1 + np.exp(-g)) * u))
+                    continue
+                g = np.minimum(g + self.biases["gate_bias"][e], LIMIT)
+                u = np.clip(u + self.biases["up_bias"][e], -LIMIT, LIMIT)
+                h = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+                out[t] += weight * (down[e] @ h + self.biases["down_bias"][e])
         return out
 
 
@@ -230,6 +246,26 @@ def test_experts(workers: Device, shape: str, kinds: str) -> None:
     expected = x[:ROWS] + mixture.expected(rms_norm(x[:ROWS], norm, EPS), ids, weights)
     tolerance = 0.02 if "q" in kinds else 1e-4
     assert np.abs(single - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kinds", ["fff", "qqq"])
+def test_biases_and_the_activation_that_goes_with_them(workers: Device, kinds: str) -> None:
+    """Of the router, gate, up and down; gates and ups beyond their limits."""
+    E, k, F = SHAPES["usual"]
+    x, router, norm = random(64, 160), random(E, 160, seed=2) / np.float32(8), random(160, seed=3)
+    mixture = Mixture(x, router, k, F, norm=norm, kinds=kinds, biased=True)
+    normed = rms_norm(x[:ROWS], norm, EPS)
+    with mixture.rig.build(workers) as plan:
+        plan.run(Step().sequence(range(ROWS)))
+        whole, ids, weights = (plan.read(at, ROWS) for at in (mixture.out, mixture.ids, mixture.weights))
+        for token in (0, 7, ROWS - 1):
+            plan.run(Step().sequence([token]))
+            assert np.array_equal(plan.read(mixture.out, 1)[0], whole[token])
+    expected_ids, expected_weights = routed(normed @ router.T.astype(np.float64) + mixture.biases["router_bias"], k)
+    assert np.array_equal(ids, expected_ids)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=1e-7)
+    expected = x[:ROWS] + mixture.expected(normed, ids, weights)
+    assert np.abs(whole - expected).max() <= (0.02 if "q" in kinds else 1e-4) * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, ROWS])
@@ -364,7 +400,9 @@ BROKEN: list[tuple[Callable[[Mixture], None], str]] = [
     (tensor("gate", "shape", (4, 64, 64)), r'op 2 EXPERTS: w1 "gate": expected shape \(8, any, 64\)'),
     (put(2, "w", 2, "down"), r'op 2 EXPERTS: w2 "down": expected shape \(8, 32, 64\), found \(8, 64, 32\)'),
     (put(2, "w", 2, NONE), "op 2 EXPERTS: w2 is missing"),
-    (put(2, "w", 3, "up"), "op 2 EXPERTS: w3 is .* does not use it"),
+    (put(2, "w", 3, "norm"), r'op 2 EXPERTS: w3 "norm": expected shape \(256\), found \(64\)'),
+    (put(2, "w", 5, "up"), "op 2 EXPERTS: w5 is .* does not use it"),
+    (put(1, "w", 4, "norm"), r'op 1 ROUTE: w4 "norm": expected shape \(8\), found \(64\)'),
     (put(2, "w", 0, "router"), r'op 2 EXPERTS: w0 "router": expected shape \(64\)'),
     (put(2, "out", 0, "out"), 'op 2 EXPERTS: out0 "out": expected 96 elements a row, found 64'),
     (put(2, "i", 0, 9), r"op 2 EXPERTS: i0 \(activation\) is 9"),

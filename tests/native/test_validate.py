@@ -225,7 +225,7 @@ BROKEN: list[tuple[Callable[[Rig], None], str]] = [
     ),
     (operand(5, "w", 3, lambda rig: ident(rig, "wq")), "w3: a gated pair takes no other matrix"),
     (operand(5, "out", 1, lambda rig: ident(rig, "a")), "out1: a gated pair has one output"),
-    (operand(5, "i", 0, 4), r"i0 \(activation\) is 4, expected 0 to 3"),
+    (operand(5, "i", 0, 5), r"i0 \(activation\) is 5, expected 0 to 4"),
     (operand(5, "i", 1, 3), r"i1 \(precision\) is 3, expected 0 to 2"),
     (operand(9, "f", 1, -1.0), r"f1 \(soft cap\) is -1, expected at least 0"),
     (operand(2, "in", 0, lambda rig: ident(rig, "last")), 'op 2 ROPE_STORE .*: in0 "last": expected step rows'),

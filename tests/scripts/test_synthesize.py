@@ -210,6 +210,8 @@ def test_the_engine_runs_it(name: str, dtype: str, tmp_path: Path) -> None:
 TRUE_SIZES: list[tuple[Any, int, dict[int, str]]] = [
     (vocabularies.llama3, 128_256, {0: "!", 128_000: "<|begin_of_text|>", 128_009: "<|eot_id|>"}),
     (vocabularies.qwen3, 151_936, {151_643: "<|endoftext|>", 151_645: "<|im_end|>", 151_668: "</think>"}),
+    (vocabularies.gpt_oss, 201_088, {199_998: "<|startoftext|>", 200_002: "<|return|>", 200_008: "<|message|>"}),
+    (vocabularies.glm4, 151_552, {151_329: "<|endoftext|>", 151_331: "[gMASK]", 151_336: "<|user|>"}),
     (
         vocabularies.deepseek,
         129_280,

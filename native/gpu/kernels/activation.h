@@ -50,6 +50,7 @@ APU_DEVICE float gated_activation(u32 kind, float limit, float gate, float up) {
     const float u = 1.5957691216057308f * gate * (1.0f + 0.044715f * gate * gate); // 2 sqrt(2 / pi)
     return gate / (1.0f + exp_f32(-u)) * up;
   }
+  if (kind == kActSwigluOai) return gate / (1.0f + exp_f32(-1.702f * gate)) * (up + 1.0f);
   return 0.5f * gate * erfc_f32(-0.70710678118654752f * gate) * up;
 }
 

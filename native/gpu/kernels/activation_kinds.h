@@ -5,6 +5,6 @@
 
 namespace apu::gpu {
 
-enum ActivationKind : u32 { kActNone = 0, kActSilu = 1, kActGeluTanh = 2, kActGeluErf = 3 };
+enum ActivationKind : u32 { kActNone = 0, kActSilu = 1, kActGeluTanh = 2, kActGeluErf = 3, kActSwigluOai = 4 };
 
 } // namespace apu::gpu

@@ -23,14 +23,19 @@ template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a
   Product::template run<1>(work, ActivationRows{a.in, input, input});
 
   const float *sums = Product::template sums<1>();
+  const auto biased = [&](u32 m, u32 slot, u32 n, float v) {
+    if (!a.bias[m]) return v;
+    const u32 id = u32(work.ids[slot]);
+    return v + a.bias[m][u64(id < a.experts ? id : a.experts - 1) * rows + n];
+  };
   for (u32 j = thread_id(); j < block_rows; j += kMatvecWaves * kWaveSize) {
     const u32 n = row_begin + j;
     if (n >= rows) continue;
     if (!a.second) {
       const u64 at = u64(unit) * rows + n;
-      float y = matvec_total<1>(sums, a.slices, set_rows, 0, a.pair ? 2 * j : j);
+      float y = biased(0, 0, n, matvec_total<1>(sums, a.slices, set_rows, 0, a.pair ? 2 * j : j));
       if (a.activation) {
-        const float up = a.pair ? matvec_total<1>(sums, a.slices, set_rows, 0, 2 * j + 1) : a.up[at];
+        const float up = a.pair ? biased(1, 0, n, matvec_total<1>(sums, a.slices, set_rows, 0, 2 * j + 1)) : a.up[at];
         y = gated_activation(a.activation, a.limit, y, up);
       }
       a.out[at] = y;
@@ -40,7 +45,7 @@ template <class Product> APU_DEVICE void expert_matvec(const ExpertMatvecArgs &a
     float y = a.residual ? a.residual[at] : 0.0f;
     for (u32 slot = 0; slot < a.used; ++slot) {
       const float product = matvec_total<1>(sums + slot * a.slices * set_rows, a.slices, set_rows, 0, j);
-      y += a.weights[t * a.used + slot] * product;
+      y += a.weights[t * a.used + slot] * biased(0, slot, n, product);
     }
     a.out[at] = y;
   }

@@ -14,6 +14,7 @@ struct ExpertMatvecArgs {
   const StepCounts *counts;
   Activations in;        // (T) rows, or (T * k) in the second half
   Matrix w[2];           // (E, N, K): gate and up, or one
+  const float *bias[2];  // (E, N) of w, or null
   const i32 *ids;        // (T, k)
   const float *weights;  // (T, k), second half
   const float *residual; // (T, N) or null, second half

@@ -32,18 +32,18 @@ APU_DEVICE void gemm_finish(const GemmArgs &g, u32 row, u32 n, float v) {
   if (g.residual) v += g.residual[at];
   g.sides[0].out[at] = v;
 }
-APU_DEVICE float gemm_bias(const GemmSide &side, u32 n, float v) {
-  return side.bias ? v + side.bias[n] : v;
+APU_DEVICE float gemm_bias(const GemmSide &side, u32 expert, u32 n, float v) {
+  return side.bias ? v + side.bias[u64(expert) * side.w.rows + n] : v;
 }
-APU_DEVICE void gemm_store(const GemmArgs &g, u32 m, u32 row, u32 n, float v) {
+APU_DEVICE void gemm_store(const GemmArgs &g, u32 m, u32 expert, u32 row, u32 n, float v) {
   const GemmSide &side = g.sides[m];
-  v = gemm_bias(side, n, v);
+  v = gemm_bias(side, expert, n, v);
   if (m == 0) return gemm_finish(g, row, n, v);
   side.out[u64(row) * side.w.rows + n] = v;
 }
-APU_DEVICE void gemm_store_gated(const GemmArgs &g, u32 row, u32 n, float gate, float up) {
-  gate = gemm_bias(g.sides[0], n, gate);
-  up = gemm_bias(g.sides[1], n, up);
+APU_DEVICE void gemm_store_gated(const GemmArgs &g, u32 expert, u32 row, u32 n, float gate, float up) {
+  gate = gemm_bias(g.sides[0], expert, n, gate);
+  up = gemm_bias(g.sides[1], expert, n, up);
   gemm_finish(g, row, n, gated_activation(g.activation, g.limit, gate, up));
 }
 
@@ -89,6 +89,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   u32 side = 0;    // 0 where it is gated
   u32 n_begin = 0; // first column
   u32 head = 0;    // of this launch, where there are heads
+  u32 expert = 0;  // or head
   u32 pass_steps = 0;
   u64 a_from = 0, a_next_row = 0; // of this thread's first piece of A, and to the next
   u32x4 pieces[Staged ? 1 : a_pieces];
@@ -98,7 +99,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
   // Where the block stands; false where there is nothing to do.
   APU_METHOD bool place() {
     const u32 row_tile = block_id() % g.row_tiles, column_tile = block_id() / g.row_tiles;
-    u32 begin = row_tile * Rows, expert = 0, a_begin = 0;
+    u32 begin = row_tile * Rows, a_begin = 0;
     if (g.tiles) {
       if (row_tile >= *g.tile_count) return false;
       const ExpertTile tile = g.tiles[row_tile];
@@ -348,7 +349,7 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     const u32 *const places = out_rows + row_begin;
     const float *const powers = scales + row_begin;
     if (g.partial || !(g.pair || (m == 0 && (g.gate || g.residual || g.soft_cap != 0)))) {
-      const float bias = !g.partial && g.sides[m].bias ? g.sides[m].bias[n] : 0.0f;
+      const float bias = g.partial ? 0.0f : gemm_bias(g.sides[m], expert, n, 0.0f);
       const u64 row_stride = g.partial ? g.all_columns : g.heads ? g.out_width : n_count;
       float *const to = global_pointer<float>(reinterpret_cast<u64>(
           g.partial ? g.partial + u64(block_id_y()) * g.max_rows * g.all_columns + g.sides[m].column_begin + n
@@ -362,9 +363,9 @@ template <class Weights, u32 Rows, u32 Columns, u32 Depth, u32 Unit, bool Staged
     for (u32 r = first; r < rows; r += kWaveSize / width) {
       const float v = from[r * line + own] * powers[r];
       if (g.pair)
-        gemm_store_gated(g, places[r], n, v, from[r * line + own + 16] * powers[r]);
+        gemm_store_gated(g, expert, places[r], n, v, from[r * line + own + 16] * powers[r]);
       else
-        gemm_store(g, m, places[r], n, v);
+        gemm_store(g, m, expert, places[r], n, v);
     }
   }
 
@@ -411,13 +412,13 @@ APU_DEVICE void gemm_reduce_row(const GemmReduceArgs &a, u32 threads) {
   u32 n = block_id() * threads + thread_id();
   if (g.pair) {
     if (n < g.sides[0].w.rows)
-      gemm_store_gated(g, row, n, gemm_sum(a, row, n), gemm_sum(a, row, g.sides[1].column_begin + n));
+      gemm_store_gated(g, 0, row, n, gemm_sum(a, row, n), gemm_sum(a, row, g.sides[1].column_begin + n));
     return;
   }
   if (n >= g.all_columns) return;
   u32 m = 0;
   while (m + 1 < g.side_count && n >= g.sides[m + 1].column_begin) ++m;
-  gemm_store(g, m, row, n - g.sides[m].column_begin, gemm_sum(a, row, n));
+  gemm_store(g, m, 0, row, n - g.sides[m].column_begin, gemm_sum(a, row, n));
 }
 
 } // namespace apu::gpu

@@ -10,7 +10,7 @@ constexpr u32 kGemmPad = 8; // halves after a row of a tile in LDS, so that rows
 
 struct GemmSide {
   Matrix w;
-  const float *bias; // (N) or null
+  const float *bias; // (N), of experts (E, N), or null
   float *out;        // (T, N), of experts (T, k, N)
   u32 tile_begin;    // column tiles of the sides before it
   u32 column_begin;  // columns of the sides before it, in `partial`

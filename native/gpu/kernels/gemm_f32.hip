@@ -76,9 +76,9 @@ APU_KERNEL(kFloatThreads) void gemm_f32(GemmArgs g) {
       const u32 column = n_begin + tx + j;
       if (column >= n_count) continue;
       if (g.pair)
-        gemm_store_gated(g, row, column, c[0][r][j], c[1][r][j]);
+        gemm_store_gated(g, expert, row, column, c[0][r][j], c[1][r][j]);
       else
-        gemm_store(g, side, row, column, c[0][r][j]);
+        gemm_store(g, side, expert, row, column, c[0][r][j]);
     }
   }
 }

@@ -28,8 +28,9 @@ struct RouteArgs {
   u32 score;  // APU_SCORE_*
   u32 divide; // by their sum, or `floor` if that is more
   float scale, floor;
-  const float *bias; // (E) added for the choice alone, or null
-  u32 groups;        // of experts that lie together, of which a row chooses among the best; 0: among all
+  const float *added; // (E) to the products, or null
+  const float *bias;  // (E) added for the choice alone, or null
+  u32 groups;         // of experts that lie together, of which a row chooses among the best; 0: among all
   u32 groups_used;
   u32 group_sum2;     // a group's score is its two best added, else its best
   Matrix table;       // (V, k) I32: experts of each token, of which a row takes its own; no data: it chooses

@@ -141,6 +141,7 @@ template <class Columns, u32 Rows, u32 Experts, u32 Batch> APU_DEVICE bool route
       if (a.norm) square += sums[Rows * Experts + t][g * a.parts + p];
     }
     if (a.norm) s *= 1.0f / sqrt_f32(square / float(d) + a.eps);
+    if (a.added) s += a.added[expert];
     a.scores[u64(t0 + t) * experts + expert] = s;
   }
   return t0 < rows;
