@@ -123,11 +123,14 @@ class Context:
 
 
 def model_files(model: Path | None) -> list[tuple[Path, int]]:
-    """(path, bytes) of a model's files, without reading them: the file, or the GGUF files of a folder."""
+    """(path, bytes) of a model's files, without reading them: the file, or the GGUF files of a folder, or its
+    safetensors.
+    """
     if model is None:
         return []
     try:
-        paths = sorted(model.glob("*.gguf")) if model.is_dir() else [model]
+        inside = sorted(model.glob("*.gguf")) or sorted(model.glob("*.safetensors"))
+        paths = inside if model.is_dir() else [model]
         return [(path, path.stat().st_size) for path in paths if path.is_file()]
     except OSError:
         return []

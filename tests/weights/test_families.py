@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import pytest
 
@@ -44,3 +46,10 @@ def test_keys_are_those_of_the_gguf_package(kind: str) -> None:
     more = {"attention.sliding_window_pattern", "rope.freq_base_swa", "attn_logit_softcapping"}
     for key in family.keys:
         assert key in KEYS | more, key
+
+
+def test_documentation_lists_every_family() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "safetensors.md").read_text()
+    for kind, family in FAMILIES.items():
+        (line,) = [line for line in text.splitlines() if line.startswith("| `") and f"`{kind}`" in line]
+        assert family.architecture in line
