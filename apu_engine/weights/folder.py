@@ -222,6 +222,7 @@ class _Translation:
     def __init__(self, family: Family, hyper: Hyper, entries: dict[str, tuple[int, Entry]]) -> None:
         self._family, self._hyper, self._entries = family, hyper, entries
         self._layers = hyper.integer("num_hidden_layers")
+        self._predicting = hyper.integer("num_nextn_predict_layers", 0)
         self._skipped: dict[str, int] = {}
         self._rules: dict[tuple[str, bool], tuple[str | Parts | None, str]] = {}
 
@@ -245,7 +246,10 @@ class _Translation:
                 self._skipped[tower[1]] = self._skipped.get(tower[1], 0) + entry.nbytes
                 continue
             if layer is not None and int(layer) >= self._layers:
-                continue  # of next-token prediction
+                if int(layer) >= self._layers + self._predicting:
+                    counted = f"{self._layers} layers and {self._predicting} of next-token prediction"
+                    raise self._fail(name, f"lies behind the {counted} that {CONFIG} counts")
+                continue
             prefix = f"blk.{int(layer)}." if layer is not None else ""
             number = None
             if (expert := _EXPERT.search(own)) is not None:

@@ -311,6 +311,9 @@ def test_tensors_of_a_folder(tmp_path: Path) -> None:
     table = {"model__embed_tokens__weight": entry(shape=(1, 4))}
     refused(r'tensor "model\.norm\.weight" \(output_norm\.weight\): is missing|is missing', **table)
     refused(r'tensor "lm_head\.weight": is missing', CONFIG | {"tie_word_embeddings": False}, **table)
+    later = {"model__layers__1__input_layernorm__weight": entry(begin=16, end=32)}
+    refused(r"lies behind the 1 layers and 0 of next-token prediction that config\.json counts", **table, **later)
+    refused(r"lm_head", CONFIG | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False}, **table, **later)
     refused("has type F8_E4M3", model__embed_tokens__weight=entry("F8_E4M3", (4, 4)))
     refused("is empty", model__embed_tokens__weight=entry(shape=(0, 4), end=0))
     both = {"language_model.model.embed_tokens.weight": entry(shape=(1, 4), begin=16, end=32)}
