@@ -16,6 +16,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -57,6 +61,9 @@ _LATENT: dict[str, Any] = _SIZES | {
 }
 _LATENT.pop("head_dim")
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_GLM: dict[str, Any] = _SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_GLM |= {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}
+_GPT_OSS: dict[str, Any] = _SIZES | {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 24}
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, _SIZES),
     "mistral": (MistralForCausalLM, MistralConfig, _SIZES | {"sliding_window": None}),
@@ -64,6 +71,8 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, _SIZES),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, _SIZES | _EXPERTS),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _SIZES | {"num_hidden_layers": 6, "sliding_window": 24}),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig, _GLM),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, _GPT_OSS),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, _LATENT),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, _LATENT | {"n_group": 4, "topk_group": 2}),
 }
@@ -90,7 +99,8 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             elif values.dim() == 1:
                 values.copy_(0.2 * noise)
             elif "embed_scale" not in name:
-                values.copy_(noise * (2.0 if name.endswith("mlp.gate.weight") else 1.0) / values.shape[-1] ** 0.5)
+                router = name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+                values.copy_(noise * (2.0 if router else 1.0) / values.shape[-1] ** 0.5)
 
 
 def load(folder: Path) -> torch.nn.Module:

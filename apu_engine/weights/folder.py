@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.errors import FormatError, ModelError
-from apu_engine.weights.families import FAMILIES, Family, Hyper, Parts
+from apu_engine.weights.families import FAMILIES, Family, Hyper, Parts, Rewritten, Rule
 from apu_engine.weights.ggml_types import GGML_TYPES
-from apu_engine.weights.made import F32, made
+from apu_engine.weights.made import BF16, F32, made
 from apu_engine.weights.model_file import Extent, ModelFile, TensorRef
 from apu_engine.weights.safetensors import Entry, read_header
 from apu_engine.weights.strict_json import read_object
@@ -224,7 +225,7 @@ class _Translation:
         self._layers = hyper.integer("num_hidden_layers")
         self._predicting = hyper.integer("num_nextn_predict_layers", 0)
         self._skipped: dict[str, int] = {}
-        self._rules: dict[tuple[str, bool], tuple[str | Parts | None, str]] = {}
+        self._rules: dict[tuple[str, bool], tuple[Rule | None, str]] = {}
 
     def _fail(self, tensor: str, problem: str) -> FormatError:
         return FormatError(self._hyper.path.parent, f'tensor "{tensor}"', problem)
@@ -261,7 +262,13 @@ class _Translation:
             if number is not None and isinstance(rule, str):
                 experts.setdefault(f"{prefix}{rule}{suffix}", []).append((number, shard, entry))
                 continue
-            parts = self._parts(rule, shard, entry) if isinstance(rule, Parts) else [(rule, self._ref(shard, entry))]
+            parts: Iterable[tuple[str, TensorRef]]
+            if isinstance(rule, str):
+                parts = [(rule, self._ref(shard, entry))]
+            elif isinstance(rule, Parts):
+                parts = self._parts(rule, shard, entry)
+            else:
+                parts = self._rewritten(rule, shard, entry)
             for part, ref in parts:
                 ours = f"{prefix}{part}{suffix}"
                 if ours in out:
@@ -275,7 +282,7 @@ class _Translation:
             raise self._fail("lm_head.weight", "is missing, and tie_word_embeddings is false")
         return out
 
-    def _rule(self, own: str, in_layer: bool) -> tuple[str | Parts | None, str]:
+    def _rule(self, own: str, in_layer: bool) -> tuple[Rule | None, str]:
         """What the tensor `own` holds, and what follows our name; None when nobody asks for it."""
         found = self._rules.get((own, in_layer))
         if found is None:
@@ -330,8 +337,22 @@ class _Translation:
                 yield name, TensorRef(name, whole.dtype, shape, shard, pieces[0].offset, nbytes, tuple(pieces))
             first += own
 
+    def _rewritten(self, rule: Rewritten, shard: int, entry: Entry) -> Iterable[tuple[str, TensorRef]]:
+        whole = self._ref(shard, entry)
+        dtype = whole.dtype if entry.name.endswith("_proj") else F32
+        for i, name in enumerate(rule.names):
+            shape = rule.take(np.broadcast_to(np.float32(0), entry.shape), i).shape
+
+            def make(values: NDArray[Any], i: int = i) -> NDArray[Any]:
+                part = np.ascontiguousarray(rule.take(values.reshape(entry.shape), i))
+                return (part.view(np.uint32) >> 16).astype(np.uint16) if dtype == BF16 else part
+
+            yield name, made(name, dtype, shape, "transposed", make, [whole])
+
     def _finished(self, name: str, ref: TensorRef) -> TensorRef:
         """Under our name; norms with what the architecture adds to them."""
+        if ref.made is not None:
+            return replace(ref, name=name)
         named = TensorRef(name, ref.dtype, ref.shape, ref.shard, ref.offset, ref.nbytes, ref.pieces)
         offset = self._family.norm_offset
         if not offset or not name.endswith("norm.weight"):

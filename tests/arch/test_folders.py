@@ -63,6 +63,8 @@ def test_agrees_with_transformers(tmp_path: Path, device: Device, kind: str) -> 
         ("qwen3_moe", {"norm_topk_prob": True}),
         ("gemma3", {"rope_parameters": _GEMMA_ROPE, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 64}),
         ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 4, "full_attention"]}),
+        ("gpt_oss", {"rope_parameters": _YARN, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {"q_lora_rank": None}),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
         ("deepseek_v2", {"rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
@@ -80,7 +82,7 @@ def test_variants(tmp_path: Path, device: Device, kind: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3", "deepseek_v3", "gpt_oss"])
 def test_sixteen_bits(tmp_path: Path, device: Device, kind: str, dtype: torch.dtype) -> None:
     """The weights are those of the file; activations stay float."""
     folder = save(tiny(kind), tmp_path / "folder", dtype)

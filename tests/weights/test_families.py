@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from apu_engine import arch
-from apu_engine.weights.families import FAMILIES, Parts
+from apu_engine.weights.families import FAMILIES, Parts, Rewritten
 
 ARCHITECTURES = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
 KEYS = {
@@ -18,7 +18,11 @@ KEYS = {
     for value in vars(group).values()
     if isinstance(value, str)
 }
-_CONVERTED = {"mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction.bias"}  # before names are looked up
+_CONVERTED = {
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "mlp.experts.down_proj_bias": "mlp.experts.down_proj.bias",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction.bias",
+}  # before names are looked up
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -30,7 +34,7 @@ def test_tensor_names_are_those_of_the_gguf_package(kind: str) -> None:
         return table.get_name(name, try_suffixes=(".weight", ".bias"))
 
     for module, ours in family.names.items():
-        if isinstance(ours, Parts) or module == "mlp.experts.down_proj":
+        if isinstance(ours, (Parts, Rewritten)) or module == "mlp.experts.down_proj":
             continue  # as transformers holds them in memory: no file that the package converts has them
         own = _CONVERTED.get(module, module).replace("experts.*.", "experts.")
         assert found(f"model.layers.1.{own}") == f"blk.1.{ours}", module

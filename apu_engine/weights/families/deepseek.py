@@ -12,6 +12,7 @@ from apu_engine.weights.families.family import (
     EXPERTS,
     FEED_FORWARD,
     KEYS,
+    SHARED_EXPERTS,
     Family,
     rope,
     rope_kind,
@@ -70,6 +71,7 @@ _NAMES = (
     ATTENTION
     | FEED_FORWARD
     | EXPERTS
+    | SHARED_EXPERTS
     | {
         "post_attention_layernorm": "ffn_norm",
         "self_attn.q_a_proj": "attn_q_a",
@@ -78,10 +80,6 @@ _NAMES = (
         "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
         "self_attn.kv_a_layernorm": "attn_kv_a_norm",
         "self_attn.kv_b_proj": "attn_kv_b",
-        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-        "mlp.shared_experts.up_proj": "ffn_up_shexp",
-        "mlp.shared_experts.down_proj": "ffn_down_shexp",
     }
 )
 FAMILIES = {

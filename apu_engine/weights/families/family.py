@@ -33,6 +33,19 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A tensor that no kernel reads as it lies: tensors made of it in memory. `take(values, i)` is the i-th of `names`;
+    matrices keep their type, others become float32.
+    """
+
+    names: tuple[str, ...]
+    take: Callable[[NDArray[Any], int], NDArray[Any]]
+
+
+Rule = str | Parts | Rewritten
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How to read the folders of one `model_type`.
 
@@ -44,7 +57,7 @@ class Family:
 
     architecture: str
     keys: Mapping[str, str]
-    names: Mapping[str, str | Parts]
+    names: Mapping[str, Rule]
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     more: Callable[[Hyper], dict[str, Any]] = lambda hyper: rope(hyper)
     tensors: Callable[[Hyper], list[TensorRef]] = lambda hyper: llama3_factors(hyper)
@@ -53,29 +66,35 @@ class Family:
 
 
 OUTER: dict[str, str] = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-ATTENTION: dict[str, str | Parts] = {
+ATTENTION: dict[str, Rule] = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
 }
-HEAD_NORMS: dict[str, str | Parts] = {
+HEAD_NORMS: dict[str, Rule] = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }
-FEED_FORWARD: dict[str, str | Parts] = {
+FEED_FORWARD: dict[str, Rule] = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-EXPERTS: dict[str, str | Parts] = {  # one tensor per expert, or all in one as transformers holds them
+EXPERTS: dict[str, Rule] = {  # one tensor per expert, or all in one as transformers holds them
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.*.gate_proj": "ffn_gate_exps",
     "mlp.experts.*.up_proj": "ffn_up_exps",
     "mlp.experts.*.down_proj": "ffn_down_exps",
     "mlp.experts.gate_up_proj": Parts(("ffn_gate_exps.weight", "ffn_up_exps.weight")),
     "mlp.experts.down_proj": "ffn_down_exps.weight",
+}
+SHARED_EXPERTS: dict[str, Rule] = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 KEYS: dict[str, str] = {
     "block_count": "num_hidden_layers",
@@ -154,6 +173,7 @@ def _yarn(hyper: Hyper, values: Hyper) -> dict[str, Any]:
         "rope.scaling.original_context_length": original,
         "rope.scaling.yarn_beta_fast": values.number("beta_fast", 32.0),
         "rope.scaling.yarn_beta_slow": values.number("beta_slow", 1.0),
+        "rope.scaling.yarn_truncate": values.get("truncate", True),
     }
     magnitude = stretch
     if values.has("attention_factor"):
