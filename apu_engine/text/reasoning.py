@@ -30,11 +30,25 @@ _TAGS = (
 
 
 class Block(NamedTuple):
-    """The tags around a model's reasoning, and whether the prompt has written the first one."""
+    """The tags around a model's reasoning, and whether the prompt has written the first one; `instead`: what an answer
+    may begin with in place of a block, which is no part of its content.
+    """
 
     open: str
     close: str
     opened: bool
+    instead: tuple[str, ...] = ()
+
+
+# gpt-oss's format, harmony: messages in channels, of which "analysis" is the reasoning and "final" the answer. Source:
+# https://cookbook.openai.com/articles/openai-harmony
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+HARMONY = Block(
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    False,
+    ("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+)
 
 
 def find_block(prompt: Prompt, template: str, control_tokens: Collection[str]) -> Block | None:
@@ -49,6 +63,8 @@ def find_block(prompt: Prompt, template: str, control_tokens: Collection[str]) -
             return Block(first, last, True)
         if end.endswith(last):
             return None
+    if all(token in control_tokens for token in _HARMONY):
+        return HARMONY
     for first, last in _TAGS:
         if first in control_tokens or last in control_tokens or last in template:
             return Block(first, last, False)
@@ -82,7 +98,9 @@ class ReasoningSplit:
             bare, first = self._held.lstrip(), self.block.open
             if bare.startswith(first):
                 self._state, self._held, self.began = "inside", bare[len(first) :], True
-            elif not first.startswith(bare):
+            elif (head := next(filter(bare.startswith, self.block.instead), "")) and not self.began:
+                self._state, self._held = "gap", bare[len(head) :]
+            elif not any(tag.startswith(bare) for tag in (first, *self.block.instead)):
                 self._state = "inside" if self.began else "content"
         if self._state == "inside":
             reasoning = self._inside()

@@ -40,9 +40,10 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._split = split
-        # Some vocabularies type the tags as control tokens, which are not shown otherwise.
-        tags = () if split is None else (split.block.open, split.block.close)
-        self._tags = frozenset(tokenizer.control_tokens.get(tag, -1) for tag in tags)
+        # Some vocabularies type the tags, or parts of them, as control tokens, which are not shown otherwise.
+        tags = () if split is None else (split.block.open, split.block.close, *split.block.instead)
+        control = tokenizer.control_tokens if tags else {}
+        self._tags = frozenset(id for token, id in control.items() if any(token in tag for tag in tags))
         self._pushed = 0
         self.reasoning = ""
         self.reasoning_tokens = 0  # tokens of the block, its tags included, so far

@@ -11,7 +11,7 @@ from tiny import CONTROL, USER, bpe_metadata
 
 from apu_engine.errors import ConfigError
 from apu_engine.text.prompt import Prompt
-from apu_engine.text.reasoning import EFFORTS, Block, ReasoningSplit, find_block, thinking_variables
+from apu_engine.text.reasoning import EFFORTS, HARMONY, Block, ReasoningSplit, find_block, thinking_variables
 from apu_engine.text.stream import TextStream
 from apu_engine.text.template import ChatTemplate
 from apu_engine.text.tokenizer import Tokenizer
@@ -86,6 +86,30 @@ def test_any_cut_gives_what_the_whole_text_gives(text: str, block: Block, random
 )
 def test_reasoning_and_content(text: str, block: Block, reasoning: str, content: str) -> None:
     assert run([text], block)[:2] == run(list(text), block)[:2] == (reasoning, content)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}Yes.", "hm", "Yes."),
+        (f"{FINAL}Yes.", "", "Yes."),
+        ("<|channel|>commentary<|message|>I will look.", "", "I will look."),
+        (f"{ANALYSIS}hm", "hm", ""),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_channels_of_gpt_oss(text: str, reasoning: str, content: str) -> None:
+    assert run([text], HARMONY)[:2] == run(list(text), HARMONY)[:2] == (reasoning, content)
+    special = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    tokenizer = Tokenizer.from_metadata(bpe_metadata("gpt-4o", [], [(token, CONTROL) for token in special]), "t.gguf")
+    assert find_block(Prompt("<|start|>assistant", ()), "", tokenizer.control_tokens) == HARMONY
+    made = TextStream(tokenizer, split=ReasoningSplit(HARMONY))
+    found = [(made.push(token), made.reasoning) for token in tokenizer.encode(text + "<|return|>", parse_special=True)]
+    found.append((made.flush(), made.reasoning))
+    assert ("".join(b for _, b in found), "".join(a for a, _ in found)) == (reasoning, content)
 
 
 def test_nothing_waits_longer_than_it_must() -> None:
