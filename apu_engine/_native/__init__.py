@@ -164,6 +164,7 @@ class Device:
         runtime: str | os.PathLike[str] | None = None,
     ) -> None:
         self.handle: Any = None
+        self.index = index
         if isa not in ISA:
             raise ConfigError(f"isa: expected one of {', '.join(ISA)}, found {isa!r}", "isa")
         folder = ffi.new("char[]", os.fsencode(kernels or kernels_wanted() or kernels_folder()))

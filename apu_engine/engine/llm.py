@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from apu_engine.text.reasoning import Block
     from apu_engine.text.stream import TextStream
     from apu_engine.text.tokenizer import Tokenizer
+    from apu_engine.weights.handover import WeightMap
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Message = Mapping[str, Any]
@@ -283,6 +284,13 @@ class LLM:
         from apu_engine.memory.footprint import footprint
 
         return footprint(files=self.runtime.model.files)
+
+    @property
+    def weights(self) -> WeightMap:
+        """The model's tensors by name, as read-only views of the file: `llm.weights["output_norm.weight"].numpy()`."""
+        from apu_engine.weights.handover import WeightMap
+
+        return WeightMap(self.runtime)
 
     def check(self) -> None:
         """Raises MappingError when a file of the model was truncated or changed in place."""

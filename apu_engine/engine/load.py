@@ -114,8 +114,7 @@ class Runtime:
             self._template.close()
         with self.watchdog.during("giving back the device's memory"):
             self.loaded.close()
-            self.weights.close()
-            self.device.close()
+            self.weights.close(then=self.device.close)
         self.watchdog.close()
 
 

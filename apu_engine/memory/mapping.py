@@ -16,6 +16,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ for _name, _last in (
 class Mapping:
     """One file, mapped read-only and shared. Also a context manager that closes itself.
 
-    `address` is where byte 0 lies; it and all views are valid until `close`.
+    `address` is where byte 0 lies; it and all views are valid until `close`, or after `release` until the last is gone.
     """
 
     def __init__(self, path: Path, fd: int, info: os.stat_result) -> None:
@@ -179,6 +180,17 @@ class Mapping:
             self._guard(True)
             raise MappingError(self.path, "cannot be unmapped while arrays still view it; drop them first") from None
         os.close(self._fd)
+
+    def release(self) -> None:
+        """Unmap as `close` does, but where views live when the last is gone. Until then the range stays guarded."""
+        from apu_engine import _native
+
+        if self._bytes is None:
+            return
+        view, self._bytes = self._bytes, None
+        os.close(self._fd)
+        weakref.finalize(view, _native.unguard, self.address).atexit = False
+        del self._map  # `view` is what all views hold, and it holds the mapping: it ends its guard, then unmaps
 
     def __enter__(self) -> Mapping:
         return self

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine._native import Device, NativeError, Region, Stager
-from apu_engine.errors import ApuError, LoadCancelled, MappingError
+from apu_engine.errors import ApuError, LoadCancelled, MappingError, ModelError
 from apu_engine.memory.budget import STAGING_RING
 from apu_engine.memory.files import open_regular
 from apu_engine.memory.machine import GIB
@@ -95,10 +95,17 @@ class Weights:
         self._copies: list[NDArray[np.uint8]] = []
         self._made: dict[str, int] = {}  # device addresses
         self._places: Places | None = None
+        self._views: dict[Path, Mapping] = {}  # files that only views map: a GPU holds a copy
+        self._lock = threading.RLock()  # leases end wherever their last user is dropped, also within a lock's holder
+        self._leases = 0
+        self._closed = False
+        self._then: list[Callable[[], None]] = []
 
     def segments(self, ref: TensorRef) -> tuple[Segment, ...]:
         """Where a tensor's rows are on the device. Raises ModelError when one of them is not wholly there."""
         if ref.made is not None:
+            if ref.name not in self._made:
+                raise ModelError(f"tensor {ref.name} was not made: nothing that runs uses it", (ref.name,))
             return (Segment(self._made[ref.name], 0, ref.rows, ref.row_bytes, 0),)
         if self._places is None:
             self._places = Places(self.placed)
@@ -124,14 +131,64 @@ class Weights:
         for mapping in self.mappings:
             mapping.check()
 
-    def close(self) -> None:
-        """Frees regions, then unmaps. Harmless twice."""
+    def mapping(self, path: Path, size: int) -> Mapping:
+        """The mapping of a file for views of it, opened where the device holds a copy. Raises MappingError."""
+        with self._lock:
+            if self._closed:
+                raise MappingError(path, "the model is closed")
+            for mapping in self.mappings:
+                if mapping.path == path:
+                    return mapping
+            if path not in self._views:
+                self._views[path] = Mapping.open(path, size)
+            return self._views[path]
+
+    def made(self, ref: TensorRef) -> NDArray[np.uint8] | None:
+        """The bytes of a tensor that was made, read-only; None where they are not in the host's memory."""
+        with self._lock:
+            if self._closed:
+                raise MappingError(ref.name, "the model is closed")
+            for data in self._copies:
+                at = self._made.get(ref.name, 0) - data.ctypes.data
+                if 0 <= at <= data.nbytes - ref.nbytes:
+                    view = data[at : at + ref.nbytes]
+                    view.flags.writeable = False
+                    return view
+        return None
+
+    def lease(self) -> Lease:
+        """What the device reads stays, also after `close`, while the object that this returns lives.
+
+        Raises ModelError when the weights are closed."""
+        with self._lock:
+            if self._closed:
+                raise ModelError("the model is closed")
+            return Lease(self)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._leases += more
+            if self._closed and not self._leases:
+                self._free()
+
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Frees regions, unmaps, calls `then`; what others still look at goes with its last user. Harmless twice."""
+        with self._lock:
+            self._closed = True
+            if then is not None:
+                self._then.append(then)
+            if not self._leases:
+                self._free()
+
+    def _free(self) -> None:
         for region in reversed(self._regions):
             region.free()
         self._regions.clear()
         self._copies.clear()
-        for mapping in self.mappings:
-            mapping.close()
+        for mapping in (*self.mappings, *self._views.values()):
+            mapping.release()
+        while self._then:
+            self._then.pop(0)()
 
     def make(self, job: Job) -> None:
         """Makes the tensors that no file holds, in memory that the device can read."""
@@ -160,6 +217,17 @@ class Weights:
                 found[shard, layer] = mapping = Mapping.open(file, size)
                 self.mappings.append(mapping)
         return found
+
+
+class Lease:
+    """Keeps weights on the device while it lives."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        weights._count(1)
+
+    def __del__(self) -> None:
+        self._weights._count(-1)
 
 
 class Meter:

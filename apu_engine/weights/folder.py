@@ -151,6 +151,11 @@ def _origin(family: Family, config: Path) -> Callable[[str], tuple[Path, str]]:
 # ---------------------------------------------------------------- files
 
 
+def file_tensors(folder: Path) -> dict[str, tuple[int, Entry]]:
+    """The tensors of a folder by the names in its files, with the number of their file in the ModelFile."""
+    return _entries(folder, whole=True)[2]
+
+
 def _entries(folder: Path, whole: bool) -> tuple[list[Path], list[int], dict[str, tuple[int, Entry]]]:
     """(files, their sizes, tensors by name with the number of their file)"""
     index = folder / INDEX

@@ -70,6 +70,25 @@ def test_close_waits_for_views(native: NativeDouble, file: Path) -> None:
         mapping.check()
 
 
+def test_release_leaves_the_mapping_to_its_views(native: NativeDouble, file: Path) -> None:
+    mapping = Mapping.open(file)
+    typed = mapping.array(8, 8).view(np.uint32)[1:]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    mapping.release()
+    mapping.release()
+    mapping.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1  # mmap keeps its own until it unmaps
+    assert native.guarded and typed.tobytes() == file.read_bytes()[12:16]
+    with pytest.raises(MappingError, match="closed"):
+        mapping.array()
+    del typed
+    assert not native.guarded and str(file) not in Path("/proc/self/maps").read_text()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 2
+    again = Mapping.open(file)
+    again.release()  # no views: at once
+    assert not native.guarded and str(file) not in Path("/proc/self/maps").read_text()
+
+
 def test_another_size_than_the_header_had(native: NativeDouble, file: Path) -> None:
     with pytest.raises(MappingError, match=r"has 3,145,733 bytes, but had 4 when its header was read"):
         Mapping.open(file, 4)

@@ -140,14 +140,14 @@ def test_direct(memory: Memory, files: list[Path], monkeypatch: pytest.MonkeyPat
 def test_regions_go_before_mappings(memory: Memory, files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from apu_engine.memory.mapping import Mapping
 
-    close = Mapping.close
+    release = Mapping.release
 
     def note(self: Mapping) -> None:
         memory.log.append("unmap")
-        close(self)
+        release(self)
 
     weights = open_weights(job(memory, files, monkeypatch), "registered", "svm")
-    monkeypatch.setattr(Mapping, "close", note)
+    monkeypatch.setattr(Mapping, "release", note)
     memory.log.clear()
     weights.close()
     assert memory.log == ["free", "free", "unmap", "unmap"]
