@@ -158,6 +158,23 @@ def test_memory_is_bounded_and_no_page_is_there_twice(tmp_path: Path) -> None:
     assert len(np.unique(heads, axis=0)) == len(pages)
 
 
+@pytest.mark.parametrize(
+    ("name", "preset", "billions"),
+    [
+        ("qwen2", "7b", 7.62),  # of the models' cards
+        ("qwen3", "8b", 8.19),
+        ("qwen3moe", "30b", 30.53),
+        ("gpt-oss", "20b", 20.91),
+        ("gpt-oss", "120b", 116.83),
+        ("glm4moe", "4.5-air", 106.85),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(name: str, preset: str, billions: float) -> None:
+    chosen = ARCHITECTURES[name].presets[preset]
+    table = tensors(ARCHITECTURES[name], chosen, MIXES["BF16"], chosen.letters["L"])
+    assert sum(np.prod(tensor.shape, dtype=float) for tensor in table) / 1e9 == pytest.approx(billions, abs=0.006)
+
+
 @pytest.mark.parametrize(("preset", "low", "high"), [("1b", 0.7e9, 0.8e9), ("8b", 4.4e9, 4.7e9)])
 def test_sizes_of_the_llama_presets(preset: str, low: float, high: float) -> None:
     chosen = ARCHITECTURES["llama"]
