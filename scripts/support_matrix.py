@@ -47,7 +47,7 @@ RUNS: dict[str, str] = {
     "qwen3": "",
     "qwen3moe": "",
     "deepseek2": "tiny models",
-    "deepseek4": "tiny models",
+    "deepseek4": "tiny models, and V4 Flash's shapes with random weights",
 }
 REPORTS: dict[str, str] = {}  # by architecture: reports of scripts/gpu_verify.sh from AMD hardware
 

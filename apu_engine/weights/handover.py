@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -48,6 +49,8 @@ _READ_ONLY = (
     "the weights are pages of a read-only file, and torch does not support read-only tensors: "
     "writing to this tensor ends the process; clone it before changing it"
 )
+_NUMBER = re.compile(r"\d+")
+_MOST_NAMES = 4096
 Run = tuple[int, int, int]  # where the first row is, rows, bytes from one row to the next
 
 
@@ -72,7 +75,9 @@ class WeightMap(Mapping[str, "Weight"]):
             ref, dtype, shape = own
             return Weight(name, dtype, shape, ref, self._model, self._weights, self._index)
         names = [*self._model.tensors, *self._own_tensors()]
-        near = difflib.get_close_matches(str(name), names, n=3)
+        numbers = _NUMBER.findall(str(name))
+        same = [other for other in names if _NUMBER.findall(other) == numbers]  # of the same layer and expert: a folder
+        near = difflib.get_close_matches(str(name), same or names[:_MOST_NAMES], n=3)  # may have 100,000 names
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise KeyError(f"{self._model.path}: no tensor {name!r:.200}{hint}")
 

@@ -168,6 +168,8 @@ def test_names(tiny_llama: TinyModel) -> None:
     with opened(tiny_llama.path) as llm:
         with pytest.raises(KeyError, match=r"no tensor 'blk.0.attn_k.wieght'; near it: .*blk.0.attn_k.weight"):
             llm.weights["blk.0.attn_k.wieght"]
+        with pytest.raises(KeyError, match=r"no tensor 'blk.77.attn_k.weight'; near it: .*blk.0.attn_k.weight"):
+            llm.weights["blk.77.attn_k.weight"]
         with pytest.raises(KeyError, match=r"no tensor 'zzz'\"$"):
             llm.weights["zzz"]
         with pytest.raises(KeyError):
