@@ -137,7 +137,7 @@ def test_which_kernel_opens_a_block(hip: HipDouble, hip_device: Device, kernel: 
     rig.limits["flags"] = lib.APU_PLAN_NO_GRAPH
     with rig.build(hip_device) as plan:
         plan.run(step_of(rows), 0, 3)
-        hip.set(exception=f"streams_{kernel}")
+        hip.set(launch=f"streams_{kernel}")
         with pytest.raises(DeviceError, match=f"kernel streams_{kernel}: "):
             plan.run(step_of(rows), 3, len(rig.ops) if whole else 4)
             plan.run(step_of(rows), 4, len(rig.ops))
