@@ -27,10 +27,11 @@ LIMITS = [
     (r"matvec_(f32|f16|bf16)_r[12]", 256, 8192),  # rows are loaded in groups
     (r"(expert_)?matvec_\w+_r1", 128, 8192),
     (r"(expert_)?matvec_\w+_r2", 160, 8192),
-    (r"(expert_)?matvec_\w+_r4", 192, 8192),
+    (r"((expert|head)_)?matvec_\w+_r4", 192, 8192),
     (r"(expert_)?matvec", 256, 8192),
     (r"(expert_)?gemm", 256, 32768),
     (r"attention", 256, 32768),
+    (r"latent_tiles_\w+_16", 192, 16384),
     (r"(latent|sparse)_attention|heads", 256, 16384),
     (r"route", 192, 16384),
     (r"sample", 128, 36864),
@@ -42,7 +43,7 @@ LIMITS = [
 FEW_LANE_MOVES = r"(expert_)?(matvec|gemm)"
 # VALU operations of a lane for each byte of weights; at about 29 an APU's memory would wait for its processors.
 VALU = {"q8_0": 1.5, "q4_0": 2.5, "q4_k": 2.5, "q6_k": 3.0, "q2_k": 5.0, "mxfp4": 6.0, "iq2_xxs": 7.0}
-TILED = r"(expert_)?gemm_(?!f32|rows|reduce)|index_scores_tiles"  # on matrix tiles: not what prepares or adds
+TILED = r"(expert_)?gemm_(?!f32|rows|head_rows|reduce)|index_scores_tiles"  # on matrix tiles: not what prepares or adds
 
 pytestmark = pytest.mark.timeout(900)  # where the code objects are not built yet
 
