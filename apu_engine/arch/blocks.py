@@ -46,6 +46,7 @@ MATRIX_TYPES: frozenset[int] = frozenset(
         lib.APU_TQ2_0,
         lib.APU_MXFP4,
         lib.APU_NVFP4,
+        lib.APU_F8_E4M3,
     )
 )
 VECTOR_TYPES: frozenset[int] = frozenset((lib.APU_F32, lib.APU_F16, lib.APU_BF16))  # a plan keeps float32 of them

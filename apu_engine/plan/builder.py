@@ -16,7 +16,7 @@ from apu_engine.plan.liveness import place
 from apu_engine.plan.operands import Rope
 from apu_engine.plan.sparse_ops import SparseOps
 from apu_engine.plan.spec import Limits, PlanSpec, Segment, State, Tensor
-from apu_engine.plan.weights import Binder
+from apu_engine.plan.weights import Binder, scale_rows, scales_of
 from apu_engine.weights.model_file import TensorRef
 
 ACTIVATIONS: dict[str, int] = {
@@ -59,6 +59,7 @@ class PlanBuilder(SparseOps):
         found = self._weights.get(ref.name)
         if found is None:
             found = self._add(ref.name, letters, ref.shape, ref.dtype, lib.APU_ROWS_FIXED, self._binder.segments(ref))
+            found.scales = scales_of(ref, self._binder)
             self._weights[ref.name] = found
         return found
 
@@ -76,7 +77,9 @@ class PlanBuilder(SparseOps):
                 address = s.address + (begin - s.row_begin) * s.row_stride
                 parts.append(Segment(address, row, end - begin, s.row_stride, s.padding + after))
                 row += end - begin
-        return self._add(name, letters, self.shape(letters), ref.dtype, lib.APU_ROWS_FIXED, tuple(parts))
+        out = self._add(name, letters, self.shape(letters), ref.dtype, lib.APU_ROWS_FIXED, tuple(parts))
+        out.scales = scale_rows(scales_of(ref, self._binder), ranges)
+        return out
 
     def kv_cache(self, group: int, window: int, page_count: int, dtype: int) -> tuple[State, State]:
         """K and V of the current layer, (pages, K, 128, d); `window` tokens are seen, 0 means all."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from apu_engine._native import NONE, PAGE_TOKENS, lib
 from apu_engine.plan.spec import Op, PlanSpec, Tensor
-from apu_engine.weights.ggml_types import GGML_TYPES
+from apu_engine.weights.ggml_types import TYPES
 
 _FAMILIES = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv"), "attn qkv"),
@@ -176,6 +176,6 @@ def matrix_types(spec: PlanSpec, op: Op) -> str:
     sizes: dict[str, int] = {}
     for tensor in operands(spec, op):
         if len(tensor.shape) > 1 and tensor.dtype != lib.APU_I32:
-            name = GGML_TYPES[tensor.dtype].name
+            name = TYPES[tensor.dtype].name
             sizes[name] = sizes.get(name, 0) + tensor.nbytes
     return " + ".join(sorted(sizes, key=lambda name: -sizes[name]))

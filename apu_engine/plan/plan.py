@@ -176,9 +176,10 @@ def _outcome(event: Event) -> ApuError | None:
 def _describe(spec: PlanSpec) -> tuple[Any, list[Any]]:
     """(apu_plan_desc pointer, what must live as long as it)."""
     names = _Names()
-    segments = [segment for tensor in spec.tensors for segment in tensor.segments]
+    weights = [tensor for tensor in spec.tensors if tensor.is_weight]
+    segments = [s for tensor in weights for s in (*tensor.segments, *(tensor.scales.segments if tensor.scales else ()))]
     native_segments = ffi.new("apu_segment[]", [tuple(segment) for segment in segments])
-    native_planes = ffi.new("apu_plane[]", sum(tensor.is_weight for tensor in spec.tensors))
+    native_planes = ffi.new("apu_plane[]", sum(2 if tensor.scales else 1 for tensor in weights))
     native_tensors = ffi.new("apu_tensor[]", len(spec.tensors))
     plane = segment_begin = 0
     for tensor, out in zip(spec.tensors, native_tensors, strict=True):
@@ -190,11 +191,14 @@ def _describe(spec: PlanSpec) -> tuple[Any, list[Any]]:
         out.offset = tensor.offset
         out.name = names.add(tensor.name)
         if tensor.is_weight:
-            count = len(tensor.segments)
-            native_planes[plane] = (lib.APU_PLANE_DATA, tensor.dtype, segment_begin, count)
-            out.plane_begin, out.plane_count = plane, 1
-            plane += 1
-            segment_begin += count
+            planes = [(lib.APU_PLANE_DATA, tensor.dtype, len(tensor.segments), 0, 0)]
+            if s := tensor.scales:
+                planes.append((lib.APU_PLANE_SCALE, s.dtype, len(s.segments), s.block_rows, s.block_columns))
+            out.plane_begin, out.plane_count = plane, len(planes)
+            for kind, dtype, count, height, width in planes:
+                native_planes[plane] = (kind, dtype, segment_begin, count, height, width)
+                plane += 1
+                segment_begin += count
     native_states = ffi.new("apu_state[]", len(spec.states))
     for state, out in zip(spec.states, native_states, strict=True):
         out.kind = lib.APU_STATE_PAGED

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from apu_engine._native import NONE, PAGE_TOKENS, lib
-from apu_engine.weights.ggml_types import GGML_TYPES, type_name
+from apu_engine.weights.ggml_types import TYPES, type_name
 
 OP_NAMES: dict[int, str] = {
     lib.APU_OP_EMBED: "embed",
@@ -55,6 +55,23 @@ class Segment(NamedTuple):
     padding: int
 
 
+class Scales(NamedTuple):
+    """A weight's scale plane: one for `block_rows` by `block_columns` elements, `row_bytes` side by side.
+
+    Segments count rows of the weight; see apu_plane in native/include/apu.h.
+    """
+
+    dtype: int
+    block_rows: int
+    block_columns: int
+    row_bytes: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(-(-segment.row_count // self.block_rows) for segment in self.segments) * self.row_bytes
+
+
 @dataclass(slots=True)
 class Tensor:
     """A weight (with segments) or scratch (with an arena offset once placed).
@@ -70,6 +87,7 @@ class Tensor:
     rows: int = lib.APU_ROWS_FIXED
     segments: tuple[Segment, ...] = ()
     offset: int = 0
+    scales: Scales | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -77,7 +95,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        block = GGML_TYPES[self.dtype]
+        block = TYPES[self.dtype]
         return self.shape[-1] // block.elements * block.nbytes
 
     @property
@@ -86,7 +104,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.row_bytes * self.row_count
+        return self.row_bytes * self.row_count + (self.scales.nbytes if self.scales else 0)
 
     @property
     def type_name(self) -> str:
@@ -116,7 +134,7 @@ class State:
     @property
     def page_bytes(self) -> int:
         """Of one page: what 128 tokens take, all heads."""
-        block = GGML_TYPES[self.dtype]
+        block = TYPES[self.dtype]
         return self.rows_per_page * self.heads * (self.head_size // block.elements) * block.nbytes
 
     @property

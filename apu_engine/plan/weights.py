@@ -7,11 +7,11 @@ estimate) the file offset stands in for the address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from apu_engine.errors import ModelError
-from apu_engine.plan.spec import Segment
+from apu_engine.plan.spec import Scales, Segment
 from apu_engine.weights.model_file import Extent, TensorRef
 
 
@@ -68,3 +68,47 @@ def segments_in(ref: TensorRef, runs: Callable[[Extent], Iterable[tuple[int, int
                 (ref.name,),
             )
     return tuple(segments)
+
+
+def scales_of(ref: TensorRef, binder: Binder) -> Scales | None:
+    """The scale plane of a tensor: the segments of its scales in the tensor's own rows, none across two matrices of a
+    stack whose last blocks are cut.
+    """
+    if ref.scales is None:
+        return None
+    scales, height, width = ref.scales
+    rows = ref.shape[-2]
+    blocks = -(-rows // height)  # of one matrix
+    segments: list[Segment] = []
+    for s in binder.segments(scales):
+        at, end = s.row_begin, s.row_begin + s.row_count
+        while at < end:
+            matrix, block = divmod(at, blocks)
+            count, begin = end - at, matrix * rows + block * height
+            after = begin + count * height
+            if rows % height:
+                count = min(count, blocks - block)
+                after = matrix * rows + min(rows, (block + count) * height)
+            address = s.address + (at - s.row_begin) * s.row_stride
+            segments.append(Segment(address, begin, after - begin, s.row_stride, 0))
+            at += count
+    return Scales(scales.dtype, height, width, scales.row_bytes, tuple(segments))
+
+
+def scale_rows(scales: Scales | None, ranges: Sequence[tuple[int, int]]) -> Scales | None:
+    """The scales of rows (first, count) of a weight, one range after the other: cut where a range begins within a
+    block, since a segment begins with one.
+    """
+    if scales is None:
+        return None
+    out: list[Segment] = []
+    row = 0
+    for first, count in ranges:
+        for s in scales.segments:
+            at, end = max(first, s.row_begin), min(first + count, s.row_begin + s.row_count)
+            while at < end:
+                block, within = divmod(at - s.row_begin, scales.block_rows)
+                part = min(end - at, scales.block_rows - within) if within else end - at
+                out.append(Segment(s.address + block * s.row_stride, row, part, s.row_stride, 0))
+                at, row = at + part, row + part
+    return scales._replace(segments=tuple(out))

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from apu_engine.errors import FormatError, ModelError
 from apu_engine.weights.families import FAMILIES, Family, Hyper, Parts, Rewritten, Rule
-from apu_engine.weights.ggml_types import GGML_TYPES
+from apu_engine.weights.fp8 import METHODS, Fp8, read_fp8, scaling, split_scales
+from apu_engine.weights.ggml_types import F8_E4M3, TYPES
 from apu_engine.weights.made import BF16, F32, made
-from apu_engine.weights.model_file import Extent, ModelFile, TensorRef
+from apu_engine.weights.model_file import Extent, ModelFile, Scaling, TensorRef
 from apu_engine.weights.safetensors import Entry, read_header
 from apu_engine.weights.strict_json import read_object
 from apu_engine.weights.tokenizer_json import template_keys, tokenizer_keys
@@ -37,8 +38,6 @@ _REFUSED = {
     "gptq": "GPTQ",
     "compressed-tensors": "compressed-tensors",
     "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8 (fbgemm)",
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
     "quark": "Quark",
@@ -67,14 +66,14 @@ def open_folder(folder: Path, whole: bool = True) -> ModelFile:
     Raises FormatError naming file and field, ModelError for what is not supported."""
     config = folder / CONFIG
     document = read_object(config, MAX_CONFIG)
-    family, hyper = _family(config, document)
+    family, hyper, fp8 = _family(config, document)
     files, sizes, entries = _entries(folder, whole)
     generation = folder / "generation_config.json"
     settings = read_object(generation, MAX_CONFIG) if generation.is_file() else {}
     metadata: dict[str, Any] = {"general.architecture": family.architecture, "general.name": folder.resolve().name}
     metadata |= _hyperparameters(family, hyper)
     metadata |= _sampling(settings)
-    translation = _Translation(family, hyper, entries)
+    translation = _Translation(family, hyper, entries, fp8)
     tensors = translation.tensors()
     table = tensors.get("token_embd.weight")
     metadata |= tokenizer_keys(folder, hyper, settings, table.shape[0] if table is not None and table.shape else 0)
@@ -92,7 +91,7 @@ def open_folder(folder: Path, whole: bool = True) -> ModelFile:
     )
 
 
-def _family(config: Path, document: dict[str, Any]) -> tuple[Family, Hyper]:
+def _family(config: Path, document: dict[str, Any]) -> tuple[Family, Hyper, Fp8 | None]:
     kind = document.get("model_type")
     if not isinstance(kind, str):
         raise FormatError(config, "model_type", f"expected a string, found {kind!r:.80}")
@@ -100,19 +99,22 @@ def _family(config: Path, document: dict[str, Any]) -> tuple[Family, Hyper]:
         raise ModelError(
             f"{config}: model_type {kind!r:.80} is not supported; supported are {', '.join(FAMILIES)}", (kind,)
         )
+    fp8 = None
     inner = document.get("text_config")
     for place in (document, inner if isinstance(inner, dict) else {}):
         if (quantised := place.get("quantization_config")) is not None:
-            _check_quantisation(config, quantised)
-    return FAMILIES[kind], Hyper(config, document, FAMILIES[kind].defaults)
+            fp8 = _quantisation(config, quantised)
+    return FAMILIES[kind], Hyper(config, document, FAMILIES[kind].defaults), fp8
 
 
-def _check_quantisation(config: Path, quantised: Any) -> None:
+def _quantisation(config: Path, quantised: Any) -> Fp8:
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if isinstance(quantised, dict) and method in METHODS:
+        return read_fp8(config, quantised)
     name = _REFUSED.get(method, f"{method!r:.80}") if isinstance(method, str) else f"{method!r:.80}"
     raise ModelError(
         f"{config}: quantization_config: weights quantised as {name} are not supported; "
-        "use the model in BF16, F16 or F32, or a GGUF file of it",
+        "use the model in BF16, F16, F32 or FP8, or a GGUF file of it",
         (str(method),),
     )
 
@@ -225,8 +227,11 @@ def _shards_without_index(folder: Path) -> list[str]:
 class _Translation:
     """Tensors under the names that architectures ask for."""
 
-    def __init__(self, family: Family, hyper: Hyper, entries: dict[str, tuple[int, Entry]]) -> None:
-        self._family, self._hyper, self._entries = family, hyper, entries
+    def __init__(
+        self, family: Family, hyper: Hyper, entries: dict[str, tuple[int, Entry]], fp8: Fp8 | None = None
+    ) -> None:
+        self._family, self._hyper, self._fp8 = family, hyper, fp8
+        self._entries, self._scales = split_scales(hyper.path.parent, entries) if fp8 else (entries, {})
         self._layers = hyper.integer("num_hidden_layers")
         self._predicting = hyper.integer("num_nextn_predict_layers", 0)
         self._skipped: dict[str, int] = {}
@@ -281,6 +286,7 @@ class _Translation:
                 out[ours] = self._finished(ours, ref)
         out |= {name: self._stacked(name, found) for name, found in experts.items()}
         out |= {ref.name: ref for ref in self._family.tensors(self._hyper)}
+        out |= {ref.scales.ref.name: ref.scales.ref for ref in list(out.values()) if ref.scales is not None}
         if self._hyper.get("tie_word_embeddings") is True:
             out.pop("output.weight", None)
         elif self._hyper.get("tie_word_embeddings") is False and "output.weight" not in out:
@@ -300,9 +306,27 @@ class _Translation:
         return found
 
     def _ref(self, shard: int, entry: Entry) -> TensorRef:
-        return TensorRef(entry.name, self._dtype(entry), entry.shape, shard, entry.offset, entry.nbytes)
+        dtype = self._dtype(entry)
+        scales = self._scaling(entry) if dtype == F8_E4M3 else None
+        return TensorRef(entry.name, dtype, entry.shape, shard, entry.offset, entry.nbytes, scales=scales)
+
+    def _plain(self, shard: int, entry: Entry) -> TensorRef:
+        """A tensor that is taken apart or rewritten, which one with scales cannot be yet."""
+        if entry.dtype == "F8_E4M3":
+            raise ModelError(
+                f'{self._hyper.path.parent}: tensor "{entry.name}" is F8_E4M3 and holds what this engine takes for '
+                "several tensors: not supported",
+                (entry.name,),
+            )
+        return self._ref(shard, entry)
+
+    def _scaling(self, entry: Entry) -> Scaling:
+        assert self._fp8 is not None
+        return scaling(self._hyper.path.parent, self._fp8, entry, self._scales.get(entry.name))
 
     def _dtype(self, entry: Entry) -> int:
+        if entry.dtype == "F8_E4M3" and self._fp8 is not None and entry.nbytes:
+            return F8_E4M3
         if entry.dtype not in _TYPES:
             raise ModelError(
                 f'{self._hyper.path.parent}: tensor "{entry.name}" has type {entry.dtype}, which is not supported; '
@@ -315,7 +339,7 @@ class _Translation:
 
     def _parts(self, rule: Parts, shard: int, entry: Entry) -> Iterable[tuple[str, TensorRef]]:
         """Rows of (..., R, C) for each of the names; of a vector (R), elements."""
-        whole = self._ref(shard, entry)
+        whole = self._plain(shard, entry)
         vector = len(entry.shape) == 1
         *outer, rows, columns = (*entry.shape, 1) if vector else entry.shape
         count = len(rule.names)
@@ -343,7 +367,7 @@ class _Translation:
             first += own
 
     def _rewritten(self, rule: Rewritten, shard: int, entry: Entry) -> Iterable[tuple[str, TensorRef]]:
-        whole = self._ref(shard, entry)
+        whole = self._plain(shard, entry)
         dtype = whole.dtype if entry.name.endswith("_proj") else F32
         for i, name in enumerate(rule.names):
             shape = rule.take(np.broadcast_to(np.float32(0), entry.shape), i).shape
@@ -358,7 +382,7 @@ class _Translation:
         """Under our name; norms with what the architecture adds to them."""
         if ref.made is not None:
             return replace(ref, name=name)
-        named = TensorRef(name, ref.dtype, ref.shape, ref.shard, ref.offset, ref.nbytes, ref.pieces)
+        named = replace(ref, name=name, scales=_named(ref.scales, name))
         offset = self._family.norm_offset
         if not offset or not name.endswith("norm.weight"):
             return named
@@ -376,7 +400,7 @@ class _Translation:
         dtype, shape = self._dtype(first), first.shape
         if len(shape) != 2:
             raise self._fail(first.name, f"expected a matrix, found {list(shape)}")
-        row_bytes = shape[1] * GGML_TYPES[dtype].nbytes
+        row_bytes = shape[1] * TYPES[dtype].nbytes
         pieces = []
         for wanted, (number, shard, entry) in enumerate(found):
             if number != wanted:
@@ -387,4 +411,27 @@ class _Translation:
                 raise self._fail(entry.name, f"{problem} as the first expert's")
             pieces.append(Extent(shard, entry.offset, shape[0], row_bytes, row_bytes))
         at, nbytes = pieces[0], len(found) * first.nbytes
-        return TensorRef(name, dtype, (len(found), *shape), at.shard, at.offset, nbytes, tuple(pieces))
+        scales = self._stacked_scales(name, found) if dtype == F8_E4M3 else None
+        return TensorRef(name, dtype, (len(found), *shape), at.shard, at.offset, nbytes, tuple(pieces), scales=scales)
+
+    def _stacked_scales(self, name: str, found: list[tuple[int, int, Entry]]) -> Scaling:
+        each = [self._scaling(entry) for _, _, entry in found]
+        first = each[0].ref
+        for scales in each:
+            if (scales.ref.dtype, scales.rows) != (first.dtype, each[0].rows):
+                problem = (
+                    f"is {scales.ref.type_name} {list(scales.ref.shape)}, expected the first expert's type and shape"
+                )
+                raise self._fail(scales.ref.name, problem)
+        pieces = tuple(extent for scales in each for extent in scales.ref.extents)
+        ref = replace(first, shape=(len(each), *first.shape), nbytes=len(each) * first.nbytes, pieces=pieces)
+        return Scaling(replace(ref, name=_scales_name(name)), each[0].rows, each[0].columns)
+
+
+def _scales_name(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _named(scales: Scaling | None, name: str) -> Scaling | None:
+    """Scales of the tensor that is `name` here."""
+    return scales and scales._replace(ref=replace(scales.ref, name=_scales_name(name)))

@@ -56,6 +56,10 @@ GGML_TYPES: dict[int, BlockType] = {
     41: BlockType("Q1_0", 128, 18),
 }
 
+# This engine's own numbers, as native/include/apu.h has them: types of safetensors that no GGUF file holds.
+F8_E4M3 = 128
+TYPES: dict[int, BlockType] = GGML_TYPES | {F8_E4M3: BlockType("F8_E4M3", 1, 1)}
+
 # Numbers that the format once used and dropped.
 REMOVED_TYPES: dict[int, str] = {
     4: "Q4_2",
@@ -71,5 +75,5 @@ REMOVED_TYPES: dict[int, str] = {
 
 def type_name(dtype: int) -> str:
     """Name of a type id, for messages; unknown ids give `type N`."""
-    block = GGML_TYPES.get(dtype)
+    block = TYPES.get(dtype)
     return block.name if block else REMOVED_TYPES.get(dtype, f"type {dtype}")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from apu_engine.errors import ModelError
 from apu_engine.weights import dlpack
-from apu_engine.weights.ggml_types import GGML_TYPES
+from apu_engine.weights.ggml_types import TYPES
 from apu_engine.weights.model_file import ModelFile, TensorRef
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Weight:
         """The shape of `numpy()`: `shape`, or where numpy lacks the type (..., blocks of a row, bytes of a block)."""
         if self.dtype in _NUMPY:
             return self.shape
-        block = GGML_TYPES[self._ref.dtype]
+        block = TYPES[self._ref.dtype]
         *outer, last = self._ref.shape or (1,)
         blocks = (*outer, last // block.elements) if self._ref.shape else ()
         return blocks if block.nbytes == 1 else (*blocks, block.nbytes)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from apu_engine.errors import FormatError
 from apu_engine.memory.files import open_regular
-from apu_engine.weights.ggml_types import GGML_TYPES
+from apu_engine.weights.ggml_types import TYPES
 from apu_engine.weights.model_file import Made, TensorRef
 
 F32, F16, I32, I64, F64, BF16 = 0, 1, 26, 27, 28, 30  # GGUF's type numbers
@@ -32,7 +32,7 @@ def made(
     sources: Sequence[TensorRef] = (),
 ) -> TensorRef:
     """A tensor that `make` makes of the sources' elements; see model_file.Made."""
-    nbytes = int(np.prod(shape)) * GGML_TYPES[dtype].nbytes
+    nbytes = int(np.prod(shape)) * TYPES[dtype].nbytes
     return TensorRef(name, dtype, shape, -1, 0, nbytes, made=Made(why, tuple(sources), make))
 
 

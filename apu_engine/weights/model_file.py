@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apu_engine.errors import FormatError
-from apu_engine.weights.ggml_types import GGML_TYPES, type_name
+from apu_engine.weights.ggml_types import TYPES, type_name
 
 
 class _Required:
@@ -115,12 +115,23 @@ class Made:
     make: Callable[..., NDArray[Any]]
 
 
+class Scaling(NamedTuple):
+    """The factors of a tensor's elements: each element of `ref` (.., R, C) is that of `rows` by `columns` of them, the
+    last ones cut. `ref` has a matrix for each of the tensor's.
+    """
+
+    ref: TensorRef
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Where one tensor lies: `nbytes` bytes at absolute `offset` of file `shard`, in blocks of `dtype`.
 
-    `dtype` is GGUF's type number (ggml_types.GGML_TYPES); `shape` is row-major, outermost dimension first. A tensor in
+    `dtype` is GGUF's type number (ggml_types.TYPES); `shape` is row-major, outermost dimension first. A tensor in
     several `pieces`, in the order of its rows, has shard and offset of the first; one that is `made` has shard -1.
+    With `scales` elements are codes to be multiplied by them.
     """
 
     name: str
@@ -131,6 +142,7 @@ class TensorRef:
     nbytes: int
     pieces: tuple[Extent, ...] = ()
     made: Made | None = None
+    scales: Scaling | None = None
 
     @property
     def type_name(self) -> str:
@@ -143,7 +155,7 @@ class TensorRef:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, the run along the last dimension."""
-        block = GGML_TYPES[self.dtype]
+        block = TYPES[self.dtype]
         return (self.shape[-1] if self.shape else 1) // block.elements * block.nbytes
 
     @property

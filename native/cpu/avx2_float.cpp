@@ -1,6 +1,7 @@
 // Float types and exact precision at the AVX2 level: two registers are the 16 lanes of kernels.h, four rows of
 // activations share a pass over a weight row. The last k mod 16 elements are added lane by lane, which leaves the other
-// lanes untouched as the canonical order asks. Quantised types are dequantised into `work` first, a row at a time.
+// lanes untouched as the canonical order asks. Quantised types and F8_E4M3 are dequantised into `work` first, a row at
+// a time.
 #if defined(__AVX2__)
 
 #include <immintrin.h>
@@ -8,6 +9,7 @@
 #include <cstring>
 
 #include "../include/apu.h"
+#include "../quant/fp8.h"
 #include "../quant/unpack.h"
 #include "../quant/visit.h"
 #include "avx2.h"
@@ -47,6 +49,25 @@ struct BF16 {
   }
   static float load1(const uint8_t *p) { return quant::bf16_to_f32(quant::load16(p)); }
 };
+
+// Sixteen E4M3 bytes as F16, divided by 256; see quant/fp8.h.
+__m256i e4m3_halves(__m128i bytes) {
+  const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+  const __m256i magnitude = _mm256_and_si256(half, _mm256_set1_epi16(0x3f80));
+  return _mm256_or_si256(half, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80))); // NaN
+}
+
+void dequantize_e4m3(const uint8_t *in, uint32_t k, float *out) {
+  const __m256 unit = _mm256_set1_ps(quant::kE4M3Unit);
+  uint32_t i = 0;
+  for (; i + 16 <= k; i += 16) {
+    const __m256i half = e4m3_halves(_mm_loadu_si128(reinterpret_cast<const __m128i *>(in + i)));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(unit, _mm256_cvtph_ps(_mm256_castsi256_si128(half))));
+    _mm256_storeu_ps(out + i + 8, _mm256_mul_ps(unit, _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))));
+  }
+  for (; i < k; ++i) out[i] = quant::e4m3_to_f32(in[i]);
+}
 
 template <class W> float finish(const uint8_t *w, const float *x, uint32_t rest, __m256 low, __m256 high) {
   if (rest == 0) return sum16(low, high);
@@ -159,6 +180,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
     for (; i < k; ++i) out[i] = BF16::load1(in + 2 * size_t{i});
     break;
   }
+  case APU_F8_E4M3: return dequantize_e4m3(in, k, out);
   default:
     if (has_format(dtype)) return with_format(dtype, DequantizeRow{in, k, out});
     quant::with_block_type(dtype, [=]<class B>() { quant::dequantize_row<B>(in, k, out); });
@@ -173,7 +195,9 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
   case APU_BF16: return matmul_plain<BF16>(w, x, x_stride, rows, begin, end, y, y_stride);
   default:
     for (uint32_t n = begin; n < end; ++n) {
-      dequantize_row(w.dtype, w.data + n * w.row_stride, w.k, static_cast<float *>(work));
+      auto *row = static_cast<float *>(work);
+      dequantize_row(w.dtype, w.data + n * w.row_stride, w.k, row);
+      quant::scale_e4m3_row(w.scales.dtype, w.scales.of_row(n), w.scales.block_columns, w.k, row);
       dot_any<F32>(static_cast<const uint8_t *>(work), x, x_stride, rows, w.k, y + (n - begin), y_stride);
     }
   }

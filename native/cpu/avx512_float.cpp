@@ -11,6 +11,8 @@
 #ifdef APU_AVX512
 
 #include "../include/apu.h"
+#include "../quant/fp8.h"
+#include "avx512_fp8.h"
 
 namespace apu::cpu::avx512 {
 namespace {
@@ -221,6 +223,7 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   case APU_F32: return convert_row<APU_F32>(in, k, out);
   case APU_F16: return convert_row<APU_F16>(in, k, out);
   case APU_BF16: return convert_row<APU_BF16>(in, k, out);
+  case APU_F8_E4M3: return convert_e4m3(in, nullptr, 0, 0, k, out);
   default: return avx2::dequantize_row(dtype, in, k, out);
   }
 }
@@ -239,6 +242,7 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
     case APU_BF16: return few_rows_type<APU_BF16>(data, w.row_stride, end - begin, x, x_stride, rows, w.k, y, y_stride);
     default: break;
     }
+    if (w.dtype == APU_F8_E4M3 && has_whole_blocks(w)) return few_e4m3(w, x, x_stride, rows, begin, end, y, y_stride);
   }
   // Rows are often a multiple of 4096 bytes apart, so that the stretches of all of them share half of L1's sets: the
   // tile takes the other half than the activations.
@@ -252,7 +256,13 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
       tile_rows(data, w.row_stride, count, x, x_stride, rows, w.k, y, y_stride);
       continue;
     }
-    for (uint32_t i = 0; i < count; i++) dequantize_row(w.dtype, data + i * w.row_stride, w.k, tile + i * tile_stride);
+    for (uint32_t i = 0; i < count; i++) {
+      float *row = tile + i * tile_stride;
+      if (w.dtype == APU_F8_E4M3)
+        convert_e4m3(data + i * w.row_stride, w.scales.of_row(n + i), w.scales.dtype, w.scales.block_columns, w.k, row);
+      else
+        dequantize_row(w.dtype, data + i * w.row_stride, w.k, row);
+    }
     tile_rows(reinterpret_cast<const uint8_t *>(tile), 4 * tile_stride, count, x, x_stride, rows, w.k, y, y_stride);
   }
 }

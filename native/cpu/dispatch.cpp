@@ -28,6 +28,7 @@ TypeInfo type_info(uint32_t dtype) {
   case APU_F32: return {1, 4, false, true};
   case APU_F16: return {1, 2, false, true};
   case APU_BF16: return {1, 2, false, true};
+  case APU_F8_E4M3: return {1, 1, false, true};
   case APU_I32: return {1, 4, false, false};
   default: break;
   }

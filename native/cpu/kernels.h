@@ -12,7 +12,8 @@
 // exact integers of the halves with sub-block scales folded in; the lanes are added as ((0+4)+(2+6)) + ((1+5)+(3+7)).
 // quant/blocks.h has the types one by one. Precision "fine" is two such products, of the quantised input and of what
 // quantisation lost, in neighbouring rows of ActBlocks that the caller adds: y1 + y2.
-// Float types and precision "exact": element k goes to lane k mod 16 by fma, lanes added by the tree in sum16().
+// Float types, F8_E4M3 and precision "exact": element k goes to lane k mod 16 by fma, lanes added by the tree in
+// sum16().
 #pragma once
 
 #include <cstddef>
@@ -53,12 +54,24 @@ struct ActBlocks {
   }
 };
 
+struct MatrixScales {            // one for block_rows x block_columns elements; absent where data is null
+  const uint8_t *data = nullptr; // those of row `row`, which may lie before the matrix' first
+  size_t stride = 0;             // bytes from one row of scales to the next
+  int64_t row = 0;
+  uint32_t dtype = 0, block_rows = 1, block_columns = 1;
+
+  [[gnu::always_inline]] const uint8_t *of_row(uint32_t n) const {
+    return data ? data + static_cast<uint64_t>(n - row) / block_rows * stride : nullptr;
+  }
+};
+
 struct Matrix { // rows [0, n) of one segment
   const uint8_t *data;
   size_t row_stride; // bytes
   uint32_t dtype;
   uint32_t k;
   const uint8_t *next = nullptr; // what the caller reads after this call, when it does not follow: to be prefetched
+  MatrixScales scales{};
 };
 
 struct KernelTable {
@@ -71,7 +84,8 @@ struct KernelTable {
   // work: scratch of work_bytes(k) for this worker.
   void (*matmul)(const Matrix &w, const ActBlocks &a, uint32_t rows, uint32_t begin, uint32_t end, float *y,
                  size_t y_stride, void *work);
-  // The same with float activations x (T, k); for F32, F16, BF16 always, for quantised types when exact is asked.
+  // The same with float activations x (T, k); for F32, F16, BF16, F8_E4M3 always, for quantised types when exact is
+  // asked.
   void (*matmul_float)(const Matrix &w, const float *x, size_t x_stride, uint32_t rows, uint32_t begin, uint32_t end,
                        float *y, size_t y_stride, void *work);
   size_t (*work_bytes)(uint32_t k);

@@ -72,8 +72,23 @@ template <typename F> void for_segments(const Tensor &w, uint64_t begin, uint64_
     g = std::partition_point(g, w.segments.end(), [=](auto &s) { return s.row_begin + s.row_count <= begin; });
   for (; g != w.segments.end() && g->row_begin < end; ++g) {
     const uint64_t b = std::max(begin, g->row_begin), e = std::min(end, g->row_begin + g->row_count);
-    f(Matrix{reinterpret_cast<const uint8_t *>(g->address), g->row_stride, w.d.dtype, uint32_t(w.inner)},
-      uint32_t(b - g->row_begin), uint32_t(e - g->row_begin), uint32_t(b - begin));
+    Matrix m{reinterpret_cast<const uint8_t *>(g->address), g->row_stride, w.d.dtype, uint32_t(w.inner)};
+    if (w.scales.segments.empty()) {
+      f(m, uint32_t(b - g->row_begin), uint32_t(e - g->row_begin), uint32_t(b - begin));
+      continue;
+    }
+    const auto &all = w.scales.segments;
+    auto s = std::partition_point(all.begin(), all.end(), [=](auto &x) { return x.row_begin + x.row_count <= b; });
+    for (; s != all.end() && s->row_begin < e; ++s) { // a call has scales of one segment
+      const uint64_t first = std::max(b, s->row_begin), last = std::min(e, s->row_begin + s->row_count);
+      m.scales = {reinterpret_cast<const uint8_t *>(s->address),
+                  s->row_stride,
+                  int64_t(s->row_begin) - int64_t(g->row_begin),
+                  w.scales.dtype,
+                  w.scales.block_rows,
+                  w.scales.block_columns};
+      f(m, uint32_t(first - g->row_begin), uint32_t(last - g->row_begin), uint32_t(first - begin));
+    }
   }
 }
 

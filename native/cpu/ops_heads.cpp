@@ -5,6 +5,7 @@
 // older files have, rows become floats, 128 at a time, and are added as attention adds values: one chain over K, in
 // order.
 #include "cpu/matrix_product.h"
+#include "quant/fp8.h"
 
 #include <cstring>
 
@@ -89,9 +90,11 @@ private:
       const uint32_t some = std::min(kPageTokens, k_ - k);
       const uint64_t base = uint64_t(h) * k_ + k;
       for_segments(w_, base, base + some, [&](const Matrix &matrix, uint32_t first, uint32_t last, uint32_t at) {
-        for (uint32_t row = first; row < last; ++row)
-          kernels.dequantize_row(matrix.dtype, matrix.data + row * matrix.row_stride, n_,
-                                 part + size_t(at + row - first) * n_);
+        for (uint32_t row = first; row < last; ++row) {
+          float *to = part + size_t(at + row - first) * n_;
+          kernels.dequantize_row(matrix.dtype, matrix.data + row * matrix.row_stride, n_, to);
+          quant::scale_e4m3_row(matrix.scales.dtype, matrix.scales.of_row(row), matrix.scales.block_columns, n_, to);
+        }
       });
       uint32_t begins[kTileRows] = {}, ends[kTileRows];
       std::fill_n(ends, count, some);

@@ -9,6 +9,7 @@
 
 #include "../include/apu.h"
 #include "../quant/activations.h"
+#include "../quant/fp8.h"
 #include "../quant/unpack.h"
 #include "../quant/visit.h"
 
@@ -126,6 +127,9 @@ void dequantize_row(uint32_t dtype, const uint8_t *in, uint32_t k, float *out) {
   case APU_BF16:
     for (uint32_t i = 0; i < k; ++i) out[i] = quant::bf16_to_f32(quant::load16(in + 2 * size_t{i}));
     break;
+  case APU_F8_E4M3:
+    for (uint32_t i = 0; i < k; ++i) out[i] = quant::e4m3_to_f32(in[i]);
+    break;
   default: quant::with_block_type(dtype, DequantizeRow{in, k, out});
   }
 }
@@ -144,6 +148,7 @@ void matmul_float(const Matrix &w, const float *x, size_t x_stride, uint32_t row
   auto *row = static_cast<float *>(work);
   for (uint32_t n = begin; n < end; ++n) {
     dequantize_row(w.dtype, w.data + n * w.row_stride, w.k, row);
+    quant::scale_e4m3_row(w.scales.dtype, w.scales.of_row(n), w.scales.block_columns, w.k, row);
     for (uint32_t t = 0; t < rows; ++t) y[t * y_stride + (n - begin)] = dot_exact(row, x + t * x_stride, w.k);
   }
 }

@@ -207,9 +207,15 @@ template <typename Enqueue> apu_status time(Device &device, uint32_t repeats, En
   return APU_OK;
 }
 
+apu_status check_type(const char *name, uint32_t dtype) {
+  if (dtype != APU_F8_E4M3) return APU_OK;
+  return fail(APU_E_UNSUPPORTED, "%s: no GPU kernel reads F8_E4M3 yet", name);
+}
+
 } // namespace
 
 apu_status Device::kernel_matmul(const KernelProduct &product, float *y) {
+  TRY(check_type("apu_kernel_matmul", product.dtype));
   LoneProduct lone(*this, product);
   TRY(lone.create(1));
   TRY(lone.multiply(0));
@@ -217,6 +223,7 @@ apu_status Device::kernel_matmul(const KernelProduct &product, float *y) {
 }
 
 apu_status Device::kernel_time(const KernelProduct &product, uint32_t count, uint32_t repeats, double &nanoseconds) {
+  TRY(check_type("apu_kernel_time", product.dtype));
   LoneProduct lone(*this, product);
   TRY(lone.create(count));
   TRY(driver_->stream_wait(stream_));

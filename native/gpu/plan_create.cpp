@@ -157,6 +157,10 @@ MakeOp maker(uint32_t kind) {
 
 // What describe() lets pass and no kernel does. Kernels count rows by the step; nothing emits the other kind.
 apu_status check_supported(const PlanInfo &info, const std::string &label, const apu_op &op) {
+  for (int i = 0; i < 10; ++i)
+    if (const Tensor *w = info.tensor(op.w[i]); w && w->d.dtype == APU_F8_E4M3)
+      return fail(APU_E_UNSUPPORTED, "%s: w%d \"%s\" is F8_E4M3, which no GPU kernel reads yet; use --device cpu",
+                  label.c_str(), i, w->name.c_str());
   if (op.kind == APU_OP_ROUTE && op.i[2] > int32_t(kRouteGroups))
     return fail(APU_E_UNSUPPORTED, "%s: i2 (groups) is %d, GPU kernels have at most %u; use --device cpu",
                 label.c_str(), op.i[2], kRouteGroups);

@@ -156,7 +156,7 @@ APU_API const char *apu_mapping_fault(void); /* path of the first faulted mappin
 
 /* ---- tensors ------------------------------------------------------------------------------------------------- */
 
-/* dtypes are GGUF's numbers. */
+/* dtypes are GGUF's numbers; from 128 on they are this contract's own. */
 enum {
   APU_F32 = 0,
   APU_F16 = 1,
@@ -184,7 +184,8 @@ enum {
   APU_TQ1_0 = 34,
   APU_TQ2_0 = 35,
   APU_MXFP4 = 39,
-  APU_NVFP4 = 40
+  APU_NVFP4 = 40,
+  APU_F8_E4M3 = 128 /* a byte; no infinities, 0x7f and 0xff are NaN */
 };
 
 typedef struct apu_segment { /* rows [row_begin, row_begin + row_count) of a plane; a row is the last dimension */
@@ -197,11 +198,18 @@ typedef struct apu_segment { /* rows [row_begin, row_begin + row_count) of a pla
 
 enum { APU_PLANE_DATA = 0, APU_PLANE_SCALE = 1, APU_PLANE_GLOBAL_SCALE = 2 };
 
+/* A weight has a data plane. F8_E4M3 may have a scale plane behind it, F32, F16 or BF16: one scale for block_rows rows
+ * by block_columns columns, ceil(K / block_columns) of them side by side. Its segments count rows of the weight too:
+ * row r of a segment has its scales at address + (r - row_begin) / block_rows * row_stride. So a segment begins with a
+ * block, or holds no more than the rest of one; stacked matrices whose last blocks are cut have one segment each. */
+
 typedef struct apu_plane {
   uint32_t kind;
   uint32_t dtype;
   uint32_t segment_begin; /* into apu_plan_desc.segments; segments adjoin and cover all rows */
   uint32_t segment_count;
+  uint32_t block_rows; /* of a scale; 0 in other planes */
+  uint32_t block_columns;
 } apu_plane;
 
 enum { APU_TENSOR_WEIGHT = 0, APU_TENSOR_SCRATCH = 1, APU_TENSOR_BOUNDARY = 2 };

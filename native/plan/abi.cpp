@@ -54,6 +54,7 @@ const char *dtype_name(uint32_t dtype) {
   case APU_TQ2_0: return "TQ2_0";
   case APU_MXFP4: return "MXFP4";
   case APU_NVFP4: return "NVFP4";
+  case APU_F8_E4M3: return "F8_E4M3";
   case APU_I32: return "I32";
   case APU_BF16: return "BF16";
   default: return "?";
@@ -123,6 +124,7 @@ std::string make_layout() {
   F(apu_segment, padding);
   S(apu_plane);
   F(apu_plane, kind), F(apu_plane, dtype), F(apu_plane, segment_begin), F(apu_plane, segment_count);
+  F(apu_plane, block_rows), F(apu_plane, block_columns);
   S(apu_tensor);
   F(apu_tensor, kind), F(apu_tensor, dtype), F(apu_tensor, rows), F(apu_tensor, ndim), F(apu_tensor, shape);
   F(apu_tensor, plane_begin), F(apu_tensor, plane_count), F(apu_tensor, offset), F(apu_tensor, name);

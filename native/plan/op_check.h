@@ -107,6 +107,10 @@ public:
     const Tensor &t = *info_.tensor(op_.w[i]);
     if (!cpu::has_matmul(t.d.dtype))
       return bad("w%d \"%s\": no kernel reads dtype %s (%u)", i, t.name.c_str(), dtype_name(t.d.dtype), t.d.dtype);
+    const bool product = op_.kind == APU_OP_MATMUL || op_.kind == APU_OP_EXPERTS || op_.kind == APU_OP_HEAD_MATMUL;
+    if (!t.scales.segments.empty() && (!product || t.d.ndim < 2))
+      return bad("w%d \"%s\": has a scale plane, which only the matrices of MATMUL, EXPERTS and HEAD_MATMUL may", i,
+                 t.name.c_str());
     return APU_OK;
   }
 

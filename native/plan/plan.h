@@ -21,6 +21,12 @@ constexpr uint64_t kMaxRowHeads = 1u << 24;
 constexpr uint64_t kMaxLogits = uint64_t(1) << 36;
 constexpr uint32_t kMaxExperts = 1 << 16;
 
+struct Scales { // of a weight; none without segments
+  uint32_t dtype = APU_F32;
+  uint32_t block_rows = 0, block_columns = 0;
+  std::vector<apu_segment> segments; // in rows of the weight, see apu_plane
+};
+
 struct Tensor {
   apu_tensor d;
   std::string name;
@@ -28,6 +34,7 @@ struct Tensor {
   uint64_t inner = 0;                // weights: the last dimension; scratch: product of the others
   uint64_t row_bytes = 0;            // weights
   std::vector<apu_segment> segments; // weights, in row order
+  Scales scales;                     // weights
   bool is_weight() const { return d.kind == APU_TENSOR_WEIGHT; }
   uint64_t bytes() const { return rows * inner * sizeof(float); } // scratch, I32 too
 };

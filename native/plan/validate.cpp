@@ -14,7 +14,9 @@ bool read_name(const apu_plan_desc &desc, uint64_t offset, std::string &out) {
   return true;
 }
 
-apu_status check_segments(const apu_plan_desc &desc, const apu_plane &plane, Tensor &t) {
+// The rows of a plane in its segments: `row_bytes` each, one for `block_rows` rows of the weight.
+apu_status check_segments(const apu_plan_desc &desc, const apu_plane &plane, const Tensor &t, uint64_t row_bytes,
+                          uint64_t block_rows, std::vector<apu_segment> &out) {
   const char *name = t.name.c_str();
   if (plane.segment_begin > desc.segment_count || plane.segment_count > desc.segment_count - plane.segment_begin)
     return fail(APU_E_INVALID, "tensor \"%s\": segments %u to %llu, but there are %u", name, plane.segment_begin,
@@ -29,21 +31,39 @@ apu_status check_segments(const apu_plan_desc &desc, const apu_plane &plane, Ten
       return fail(APU_E_INVALID, "tensor \"%s\": segment %u has %llu rows, expected 1 to %llu", name, i,
                   u64(s.row_count), u64(t.rows - next));
     if (s.address == 0) return fail(APU_E_INVALID, "tensor \"%s\": segment %u has address 0", name, i);
-    if (s.row_count > 1 && s.row_stride < t.row_bytes)
+    const uint64_t count = (s.row_count - 1) / block_rows + 1;
+    if (count > 1 && s.row_stride < row_bytes)
       return fail(APU_E_INVALID, "tensor \"%s\": segment %u has rows of %llu bytes at a stride of %llu", name, i,
-                  u64(t.row_bytes), u64(s.row_stride));
+                  u64(row_bytes), u64(s.row_stride));
     uint64_t extent;
-    if (__builtin_mul_overflow(s.row_count - 1, s.row_stride, &extent) ||
-        __builtin_add_overflow(extent, t.row_bytes, &extent) || __builtin_add_overflow(extent, s.address, &extent))
+    if (__builtin_mul_overflow(count - 1, s.row_stride, &extent) ||
+        __builtin_add_overflow(extent, row_bytes, &extent) || __builtin_add_overflow(extent, s.address, &extent))
       return fail(APU_E_INVALID, "tensor \"%s\": segment %u wraps around the address space", name, i);
     next += s.row_count;
-    t.segments.push_back(s);
-    t.segments.back().row_stride = std::max(s.row_stride, t.row_bytes); // a single row may come without one
+    out.push_back(s);
+    out.back().row_stride = std::max(s.row_stride, row_bytes); // a single row may come without one
   }
   if (next != t.rows)
     return fail(APU_E_INVALID, "tensor \"%s\": its segments hold %llu rows, expected %llu", name, u64(next),
                 u64(t.rows));
   return APU_OK;
+}
+
+apu_status check_scales(const apu_plan_desc &desc, const apu_plane &plane, Tensor &t) {
+  const char *name = t.name.c_str();
+  if (plane.kind != APU_PLANE_SCALE)
+    return fail(APU_E_UNSUPPORTED, "tensor \"%s\": second plane of kind %u, expected scales", name, plane.kind);
+  if (t.d.dtype != APU_F8_E4M3)
+    return fail(APU_E_UNSUPPORTED, "tensor \"%s\": %s takes no scale plane", name, dtype_name(t.d.dtype));
+  if (plane.dtype != APU_F32 && plane.dtype != APU_F16 && plane.dtype != APU_BF16)
+    return fail(APU_E_UNSUPPORTED, "tensor \"%s\": scales of dtype %s (%u), expected F32, F16 or BF16", name,
+                dtype_name(plane.dtype), plane.dtype);
+  if (plane.block_rows == 0 || plane.block_columns == 0)
+    return fail(APU_E_INVALID, "tensor \"%s\": scales of blocks of %u x %u, expected at least 1 x 1", name,
+                plane.block_rows, plane.block_columns);
+  t.scales = {plane.dtype, plane.block_rows, plane.block_columns, {}};
+  const uint64_t row_bytes = cpu::row_bytes(plane.dtype, (t.inner - 1) / plane.block_columns + 1);
+  return check_segments(desc, plane, t, row_bytes, plane.block_rows, t.scales.segments);
 }
 
 apu_status check_tensor(const apu_plan_desc &desc, uint32_t index, Tensor &t) {
@@ -70,17 +90,19 @@ apu_status check_tensor(const apu_plan_desc &desc, uint32_t index, Tensor &t) {
       return fail(APU_E_UNSUPPORTED, "tensor \"%s\": rows of %llu elements are not whole blocks of %s", name,
                   u64(t.inner), dtype_name(t.d.dtype));
     }
-    if (t.d.plane_count != 1)
-      return fail(APU_E_UNSUPPORTED, "tensor \"%s\": %u planes, expected 1", name, t.d.plane_count);
-    if (t.d.plane_begin >= desc.plane_count)
-      return fail(APU_E_INVALID, "tensor \"%s\": plane %u, but there are %u", name, t.d.plane_begin, desc.plane_count);
+    if (t.d.plane_count != 1 && t.d.plane_count != 2)
+      return fail(APU_E_UNSUPPORTED, "tensor \"%s\": %u planes, expected 1 or 2", name, t.d.plane_count);
+    if (t.d.plane_begin >= desc.plane_count || t.d.plane_count > desc.plane_count - t.d.plane_begin)
+      return fail(APU_E_INVALID, "tensor \"%s\": plane %llu, but there are %u", name,
+                  u64(t.d.plane_begin) + t.d.plane_count - 1, desc.plane_count);
     const apu_plane &plane = desc.planes[t.d.plane_begin];
     if (plane.kind != APU_PLANE_DATA)
       return fail(APU_E_UNSUPPORTED, "tensor \"%s\": plane of kind %u, expected data", name, plane.kind);
     if (plane.dtype != t.d.dtype)
       return fail(APU_E_INVALID, "tensor \"%s\": its plane is %s, expected %s", name, dtype_name(plane.dtype),
                   dtype_name(t.d.dtype));
-    return check_segments(desc, plane, t);
+    TRY(check_segments(desc, plane, t, t.row_bytes, 1, t.segments));
+    return t.d.plane_count == 2 ? check_scales(desc, (&plane)[1], t) : APU_OK;
   }
   case APU_TENSOR_SCRATCH:
   case APU_TENSOR_BOUNDARY: {

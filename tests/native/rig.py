@@ -98,6 +98,36 @@ class Rig:
         )
         return len(self.tensors) - 1
 
+    def scales(self, values: Array, block: tuple[int, int], counts: Sequence[int], *, dtype: int = lib.APU_F32) -> None:
+        """The last weight's scale plane, read in place from `values` (segments' rows of blocks, blocks of a row); its
+        segments have `counts` rows of the weight.
+        """
+        assert values.flags.c_contiguous
+        plane = {
+            "kind": lib.APU_PLANE_SCALE,
+            "dtype": dtype,
+            "segment_begin": len(self.segments),
+            "segment_count": len(counts),
+            "block_rows": block[0],
+            "block_columns": block[1],
+        }
+        row_bytes, at, row = values.nbytes // len(values), 0, 0
+        for count in counts:
+            self.segments.append(
+                {
+                    "address": values.ctypes.data + at * row_bytes,
+                    "row_begin": row,
+                    "row_count": count,
+                    "row_stride": row_bytes,
+                    "padding": 0,
+                }
+            )
+            at, row = at - (-count // block[0]), row + count
+        assert at == len(values)
+        self.planes.append(plane)
+        self.keep.append(values)
+        self.tensors[-1]["plane_count"] = 2
+
     def scratch(self, name: str, inner: int | tuple[int, ...], rows: int = STEP, dtype: int = lib.APU_F32) -> int:
         shape = (self.rows if rows == STEP else self.outputs, *((inner,) if isinstance(inner, int) else inner))
         self.tensors.append(
