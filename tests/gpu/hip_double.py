@@ -74,7 +74,9 @@ def code_object(folder: Path, arch: str = "gfx1151", files: Iterable[Path] | Non
     with ThreadPoolExecutor(2) as pool:
         objects = [path for path, _ in pool.map(lambda file: compile_kernels(file, wave), files)]
     out = folder / f"{arch}.co"
-    out.write_bytes("\n".join(["apu hip double", arch, *map(str, objects)]).encode() + b"\0")
+    partial = out.with_suffix(f".{os.getpid()}")  # processes that share a folder see all of it
+    partial.write_bytes("\n".join(["apu hip double", arch, *map(str, objects)]).encode() + b"\0")
+    partial.replace(out)
     return out
 
 

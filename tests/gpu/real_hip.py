@@ -12,6 +12,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from shim import locked
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "hip-runtime"
 _HEADERS = ("libamdhip64-dev", "libhsa-runtime-dev")
@@ -25,8 +27,13 @@ class Unavailable(Exception):
 
 def fetch() -> Path:
     """The folder with the unpacked packages. Raises Unavailable."""
-    if (FOLDER / _COMPLETE).exists():
-        return FOLDER
+    with locked(FOLDER / _COMPLETE):
+        if not (FOLDER / _COMPLETE).exists():
+            _fetch()
+    return FOLDER
+
+
+def _fetch() -> None:
     for tool in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise Unavailable(f"{tool} is missing: the real HIP runtime is taken from Debian's or Ubuntu's packages")
@@ -46,13 +53,13 @@ def fetch() -> Path:
     listed = _run([*depends, "--no-breaks", "--no-replaces", "--no-enhances", runtime])
     packages = {name for name in re.findall(r"^(\w[^\s:]*)$", listed, flags=re.M) if not _SYSTEM.fullmatch(name)}
     archives = FOLDER / "archives"
-    archives.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(archives, ignore_errors=True)  # of an attempt that was interrupted
+    archives.mkdir(parents=True)
     _run(["apt-get", *options, "download", *sorted(packages), *_HEADERS], archives)
     for archive in archives.glob("*.deb"):
         _run(["dpkg-deb", "-x", str(archive), str(FOLDER)])
     shutil.rmtree(archives)
     (FOLDER / _COMPLETE).touch()
-    return FOLDER
 
 
 def _runtimes(options: list[str]) -> list[str]:

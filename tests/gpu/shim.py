@@ -95,8 +95,8 @@ def _flags() -> tuple[str, ...]:
 
 @contextmanager
 def locked(made: Path) -> Iterator[None]:
-    """One process at a time makes a file of the cache; the next one finds it."""
-    CACHE.mkdir(parents=True, exist_ok=True)
+    """One process at a time makes a file that is kept; the next one finds it."""
+    made.parent.mkdir(parents=True, exist_ok=True)
     with made.with_name(f"{made.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
