@@ -30,7 +30,7 @@ from apu_engine.weights.opening import open_model
 SCRIPT = Path(__file__).parents[2] / "scripts" / "synthesize.py"
 KNOWN = list(arch.ARCHITECTURES)  # what the engine builds, the script writes
 # Types whose every matrix, embedding and output included, the engine multiplies with.
-RUNNABLE = {GGML_TYPES[number].name for number in MATRIX_TYPES}
+RUNNABLE = {GGML_TYPES[number].name for number in MATRIX_TYPES & GGML_TYPES.keys()}  # GGUF's
 RUNNABLE_MIXES = [name for name, mix in MIXES.items() if {mix.layers, mix.embedding, mix.output} <= RUNNABLE]
 
 

@@ -352,7 +352,7 @@ struct StaticLds {
 static thread_local u32 lds_anchor; // makes the TLS segment exist
 
 inline StaticLds find_static_lds() {
-  lds_anchor = 1;
+  asm volatile("" : : "r"(&lds_anchor) : "memory"); // a store that nothing reads would be dropped
   StaticLds lds = {};
   dl_iterate_phdr(
       [](dl_phdr_info *info, size_t, void *out) {
